@@ -309,7 +309,7 @@ def test_boxes_are_pixels_of_the_image_as_it_was_given(models):
     assert alone.visual_last_hidden_state.shape[1] == 0
 
 
-def test_features_of_your_own_are_taken_as_a_detectors_are():
+def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
     config = VLBertConfig(VILBERT, vocab_size=len(WORDS), num_classes=8)
     processor = VLBertProcessor(BertTokenizerFast(vocab=WORDS.ids), config)
     features = np.random.default_rng(0).normal(size=(2, VILBERT.regions.channels)).astype(np.float16)
@@ -319,6 +319,10 @@ def test_features_of_your_own_are_taken_as_a_detectors_are():
     np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.astype(np.float32).mean(0), atol=1e-6)
     assert inputs["image_sizes"].tolist() == [[64, 96]]
     assert VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
+    processor.save_pretrained(tmp_path)  # without a detector
+    again = VLBertProcessor.from_pretrained(tmp_path)
+    assert again.to_dict() == processor.to_dict()
+    assert again.detector_file is None
 
 
 @pytest.mark.parametrize(
@@ -329,7 +333,7 @@ def test_features_of_your_own_are_taken_as_a_detectors_are():
         ({"text": "a"}, "images are missing"),
         ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
         ({"text": "a", "images": np.zeros((40, 40, 3), np.uint8)}, "an image is a ndarray"),
-        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels and no"),
+        ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels, not visual"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "choices": FOUR}, "takes no choices"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[1, 2, 3, 4, 0.9]]}, r"boxes of an image are \[1, 5\]"),
         ({"text": "a", "images": "photo.jpg", "boxes": [*BOX, [9, 9, 3, 12]]}, "box 1 is .*x1 <= x2"),

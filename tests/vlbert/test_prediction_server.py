@@ -90,7 +90,7 @@ def test_images_that_were_dropped_long_ago_are_forgotten(page, monkeypatch):
     first = dropped(page)["image"]
     dropped(page)
     reply = page.post("/answer", json={"image": first, "text": "a [MASK]"})
-    assert (reply.status_code, "drop it once more" in reply.text) == (410, True)
+    assert (reply.status_code, "drop it again" in reply.text) == (410, True)
 
 
 REFUSED = [  # path, body, headers, status, what is named
@@ -104,9 +104,9 @@ REFUSED = [  # path, body, headers, status, what is named
     ("/regions", png_bomb(), {}, 400, "too_many_pixels"),
     ("/answer", b'{"image": 3}', JSON, 422, "image"),
     ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "not Unicode text"),
-    ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it once more"),
+    ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it again"),
     ("/answer", b'{"image": "IMAGE", "text": " "}', JSON, 400, "write a text"),
-    ("/answer", b'{"image": "IMAGE", "captions": ["a square"]}', JSON, 400, "ranks no captions"),
+    ("/answer", b'{"image": "IMAGE", "captions": ["a square"]}', JSON, 400, "cannot rank captions"),
 ]
 
 

@@ -8,7 +8,7 @@
     model = AutoModelForPreTraining.from_pretrained("ROOT/runs/pretrain/step-0000100")
     outputs = model(**processor(images=image, text="a red [MASK]", boxes=boxes))
 
-Each class wraps a class of vlbert/model or vlbert/tasks. Their outputs are equal, bit for bit.
+Each class wraps a class of vlbert/model or vlbert/tasks, and their outputs are bit-identical.
 """
 
 from transformers import (

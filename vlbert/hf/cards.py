@@ -3,9 +3,9 @@
     vlbert card model CHECKPOINT [--out FOLDER]   # README.md in the checkpoint's folder, or in FOLDER
     vlbert card data ROOT DATASET                 # ROOT/DATASET/README.md
 
-CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model. Every number is
-read from files; missing ones are "not recorded". The templates are model_card.md.j2 and data_card.md.j2. More in
-docs/library.md and docs/images.md.
+CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model. All
+numbers are read from files, and missing ones are written as "not recorded". The templates are model_card.md.j2 and
+data_card.md.j2. More in docs/library.md and docs/images.md.
 """
 
 import re
@@ -43,7 +43,7 @@ _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
 
 
 def model_card(path: str) -> str:
-    """Return the README.md of a checkpoint, or of a model in any folder. Raises ValueError if there is none."""
+    """Return the README.md text for a checkpoint or a folder with a model. Raises ValueError if `path` is neither."""
     checkpoint = open_checkpoint(path, tensors=False)
     config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task") or ""
     root, _, name = checkpoint.uri.rpartition("/runs/")
@@ -75,7 +75,7 @@ def model_card(path: str) -> str:
 
 
 def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> list[dict[str, Any]]:
-    """Return the metrics of the last validation up to the checkpoint's step, and of the checkpoint's evaluations."""
+    """Return the metrics of the last validation up to the checkpoint's step and of its evaluations, with titles."""
     state, results = checkpoint.state, []
     lines = read_metrics(store, run, "validation") if store else []
     before = [line for line in lines if line["step"] <= state["step"]]
@@ -99,7 +99,7 @@ def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str
 
 
 def _list_earlier_runs(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the records of the runs that led to this one, the latest first."""
+    """Return the records of the run from which this one was initialised, of that run's predecessor, and so on."""
     records, record = [], state.get("init_from")
     while record:
         records.append(record | {"checkpoint": _strip_folder(record["checkpoint"])})
@@ -111,7 +111,7 @@ def _list_earlier_runs(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def data_card(store: ObjectStore, dataset: str) -> str:
-    """Return the README.md of a dataset. Raises ValueError if none of its shards is committed."""
+    """Return the text of README.md for a dataset. Raises ValueError if the dataset has no committed shards."""
     catalog = Catalog(store, dataset)
     stages = [stage_facts(catalog, stage) for _, stage in sorted(Inventory(store, dataset).manifests)]
     facts = {"dataset": dataset, "samples": max(stage["ok"] for stage in stages), "stages": stages}
@@ -120,7 +120,7 @@ def data_card(store: ObjectStore, dataset: str) -> str:
 
 
 def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
-    """Return counts and metadata from the manifests of a stage. Reads each manifest twice, and no tar."""
+    """Return counts and metadata of a dataset's stage, such as "images". Reads each manifest twice, but no tars."""
     hosts, tables = Counter(), []
     for table in catalog.columns(stage, ["status", "url", *_COLUMNS]):
         ok = table.filter(pc.equal(table["status"], OK))
@@ -156,7 +156,7 @@ def _host(url: str) -> str:
 
 
 def _format_licences(column: pa.ChunkedArray) -> str:
-    """Return the most frequent licences with their counts. A list may have a different one for each image."""
+    """Return the most frequent licences and their counts, as text. The rest are counted as "others"."""
     counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}
     named = Counter({printable(name)[:100] if name else UNKNOWN: count for name, count in counts.items()})
     frequent = named.most_common(_MAX_LICENCES)
@@ -168,26 +168,26 @@ def _format_licences(column: pa.ChunkedArray) -> str:
 
 
 def _describe_detector(detector: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values: the detector's id and settings."""
+    """Return (name, value) pairs for a card: the detector's id and settings."""
     metadata = detector.get("metadata") or {}
     settings = {name: metadata[name] for name in _DETECTOR_SETTINGS if name in metadata}
     return [("id", detector.get("id") or UNKNOWN), *((k, _strip_folder(str(v))) for k, v in flat(settings).items())]
 
 
 def _strip_folder(path: str) -> str:
-    """Return RUN/step-* for a checkpoint, else the file name: folders are valid only on this machine."""
+    """Return RUN/step-* for a checkpoint's path, or else the file name, because folders exist only on this machine."""
     return name_of(path) if "/runs/" in path else PurePosixPath(path).name
 
 
 def _render_card(kind: type[RepoCard], data: CardData, template: str, facts: Mapping[str, Any]) -> str:
-    """Render a card. All facts are escaped, because some are names from third-party lists and files."""
+    """Render a template as a card. All `facts` are escaped, because some are names from third-party lists and files."""
     path = str(Path(__file__).parent / template)
     card = kind.from_template(data, template_path=path, made_by=_MADE_BY, unknown=UNKNOWN, **_escape(facts))
     return re.sub(r"\n{3,}", "\n\n", str(card)) + "\n"
 
 
 def _escape(facts: Any) -> Any:
-    """Put each text of nested dicts and lists on one line, and escape Markdown and HTML in it."""
+    """Return `facts` with each string in nested dicts and lists on one line, and Markdown and HTML escaped."""
     if isinstance(facts, str):
         return re.sub(r"[|\\`*\[\]<>]", r"\\\g<0>", " ".join(facts.split()))
     if isinstance(facts, Mapping):
@@ -196,7 +196,7 @@ def _escape(facts: Any) -> Any:
 
 
 def put_card(store: ObjectStore, folder: str, card: str) -> None:
-    """Write README.md. Raises ValueError if there is one that this program did not write."""
+    """Write a card as the folder's README.md. Raises ValueError if that exists and was not written by this program."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
     if before and _MADE_BY.encode() not in before:
@@ -208,7 +208,7 @@ def put_card(store: ObjectStore, folder: str, card: str) -> None:
 
 
 def write_model_card(checkpoint: CheckpointName, out: str | None = None) -> None:
-    """Write the model card of a checkpoint, or of a model in any folder.
+    """Write the model card of a checkpoint or of any folder with a model.
 
     Args:
         out: folder or s3://bucket/prefix for README.md; by default the checkpoint's own folder
@@ -219,7 +219,7 @@ def write_model_card(checkpoint: CheckpointName, out: str | None = None) -> None
 
 
 def write_data_card(root: Root, dataset: Dataset) -> None:
-    """Write the card of a dataset."""
+    """Write a dataset card as ROOT/DATASET/README.md."""
     store = open_store(root)
     put_card(store, dataset, data_card(store, dataset))
 

@@ -1,4 +1,4 @@
-"""VLBertConfig: config.json of a model or a checkpoint (docs/formats.md) as a transformers configuration."""
+"""VLBertConfig: the config.json of a model or a checkpoint (docs/formats.md) as a transformers configuration."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ IGNORED |= {"weights_only"}
 
 
 def _model_field(name: str) -> property:
-    """Make a property that gives a model field its name in transformers."""
+    """Return a property that reads the ModelConfig field `name`, for use under the name that transformers expects."""
     return property(lambda config: config.model[name])
 
 
@@ -41,12 +41,12 @@ class VLBertConfig(PretrainedConfig):
     Paths (task folders, initial weights of the Fast R-CNN) are not kept. Raises ValueError if a field is invalid.
 
     Args:
-        model: ModelConfig, or its fields. Single fields may also be given as further arguments.
-        vocab_size: Tokens of the vocabulary.
-        num_classes: Classes of the detector, without the background.
-        settings: Settings of the model's task (vlbert/tasks), or their fields; `task` is the name of their type.
+        model: ModelConfig, or a dict of its fields. Its fields may also be given as keyword arguments.
+        vocab_size: Number of tokens in the vocabulary.
+        num_classes: Number of the detector's classes, without the background.
+        settings: Settings of the model's task (vlbert/tasks), or a dict of their fields; `task` names their class.
         detector: Id and description of the detector whose regions the model was trained on.
-        recipe: Recipe of a checkpoint. `settings` are taken from it; it is not kept.
+        recipe: Recipe of a checkpoint, from which the task's settings are taken if `settings` is None.
     """
 
     model_type = MODEL_TYPE
@@ -84,12 +84,12 @@ class VLBertConfig(PretrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The architecture."""
+        """The model's architecture, as a ModelConfig."""
         return from_json(ModelConfig, self.model, _SOURCE)
 
     @property
     def task_settings(self) -> TaskSettings | None:
-        """The settings of the task; None for a model without a head. Raises ValueError if the task is unknown."""
+        """The task's settings, or None for a model without a head. Raises ValueError if the task is unknown."""
         if self.task is None:
             return None
         kind = settings_named(self.task)
@@ -105,18 +105,18 @@ class VLBertConfig(PretrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of layers of both streams: the length of `model["layers"]`."""
+        """Number of layers of all kinds: the length of `model["layers"]`."""
         return len(self.model["layers"])
 
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read config.json of a folder, a run or a model on the hub. Raises OSError if a local folder is missing."""
+        """Read the config.json of a folder, a run or a hub model. Raises OSError if a local folder is missing."""
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:
-        """Return a copy with another task, or without one."""
+        """Return a copy for the task with these settings, or for a model without a task if they are None."""
         config = copy.deepcopy(self)
         config.task = None if settings is None else type(settings).__name__
         config.settings = None if settings is None else _to_plain(_strip_task_paths(to_json(settings)))
@@ -124,7 +124,7 @@ class VLBertConfig(PretrainedConfig):
 
 
 def _to_plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON reads them back: with lists instead of tuples."""
+    """Return the values as JSON would read them back, with lists instead of tuples."""
     return json.loads(json.dumps(values))
 
 

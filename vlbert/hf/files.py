@@ -15,13 +15,13 @@ HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  
 
 
 class ModelNotReadable(OSError, ValueError):
-    """A model is missing or damaged: an OSError as in transformers, and a ValueError as in this package."""
+    """The error of a missing or damaged model: an OSError, as in transformers, and a ValueError, as in this package."""
 
 
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
-    """Return a model's local folder. If it is on the hub, its `files` are downloaded, all of one commit.
+    """Return a model's local folder. For a model on the hub, `files` are downloaded first, all from the same commit.
 
-    `hub` are options of `snapshot_download`. Raises TypeError for options that are not in HUB.
+    `hub`: options of `snapshot_download`. Raises TypeError if one is not in HUB, ModelNotReadable if no model is found.
     """
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")
@@ -42,7 +42,7 @@ def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> s
 
 
 def find_folder(name: str | os.PathLike) -> str:
-    """Return the path of a model's folder; for ROOT/runs/RUN, of its newest checkpoint. Hub names stay unchanged.
+    """Return the path of a model's folder; for ROOT/runs/RUN, of its newest checkpoint. A hub name is returned as is.
 
     Raises ModelNotReadable if a local folder is missing or holds no model.
     """

@@ -1,4 +1,4 @@
-"""Convert tensors with Hugging Face's names to a Batch, and back.
+"""Convert model inputs with Hugging Face's names to a Batch, and back.
 
 B is the number of texts. With several choices per text, a Batch has B * choices rows (N). Other shape letters are in
 vlbert/data/batch.py.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.model.embedding import features_by_row
 
 
 def to_batch(  # noqa: PLR0913  the inputs of all models
@@ -37,9 +38,9 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
     averaged_over: Tensor | None = None,
     cells: Tensor | None = None,
 ) -> Batch:
-    """Return the Batch without labels; its keys are numbers. Raises ValueError if the inputs do not fit together.
+    """Return a Batch of the inputs, without labels. Raises ValueError if the inputs do not fit together.
 
-    Pixels stay on their device; everything else is collated on the CPU.
+    Its keys are the texts' indices. Pixels stay on their device, and everything else is collated on the CPU.
     """
     if input_ids.ndim not in (2, 3):
         raise ValueError(
@@ -88,9 +89,9 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
 
 
 def from_batch(batch: Batch) -> dict[str, Tensor]:
-    """Return the arguments with which `to_batch` makes this batch, without labels and defaults.
+    """Return the arguments from which `to_batch` makes this batch. Labels and default values are left out.
 
-    Raises ValueError if the batch masks pixels of further boxes (`covered`), for which there is no argument.
+    Raises ValueError if the batch masks pixels of boxes that are not regions (`covered`): no argument describes them.
     """
     if batch.covered_mask.any():
         raise ValueError("the batch masks pixels of boxes that are not regions, for which there is no argument")
@@ -113,13 +114,11 @@ def from_batch(batch: Batch) -> dict[str, Tensor]:
         inputs["averaged_over"] = _by_text(batch.averaged_over, batch, first)
     for name, values in (("visual_embeds", batch.features), ("cells", batch.cells)):
         if len(values):
-            images, width = len(batch.image_rows), batch.region_mask.shape[1]
-            padded = values.new_zeros(images * width, *values.shape[1:]).index_copy(0, batch.real_regions, values)
-            inputs[name] = _by_text(padded.unflatten(0, (images, width)), batch, first)
+            inputs[name] = features_by_row(values, batch)[first]
     if batch.pixels:
         high, wide = (max(group.shape[axis] for group in batch.pixels) for axis in (2, 3))
         pixels = batch.pixels[0].new_zeros(len(batch.image_rows), 3, high, wide)
-        for row, number in zip(pixels, range(len(pixels)), strict=True):
+        for number, row in enumerate(pixels):
             image = batch.image(number)
             row[:, : image.shape[1], : image.shape[2]] = image
         inputs["pixel_values"] = _by_text(pixels, batch, first)
@@ -127,12 +126,12 @@ def from_batch(batch: Batch) -> dict[str, Tensor]:
 
 
 def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
-    """Reorder values of images by text, with zeros for texts without an image."""
+    """Reorder per-image values by text, with zeros for texts without an image. `first` has each text's first row."""
     return torch.cat([values, torch.zeros_like(values[:1])])[batch.image_of[first]]
 
 
 def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
-    """Count the real elements of each row, int64 [...]. Raises ValueError if one follows padding."""
+    """Count the real elements in each row of a mask, int64 [...]. Raises ValueError if one follows padding."""
     mask = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.reshape(like.shape).bool()
     if (mask[..., 1:] & ~mask[..., :-1]).any():
         raise ValueError(f"{name} has padding before the end of a row: pad on the right")
@@ -140,7 +139,7 @@ def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
 
 
 def _check_images(count: int, given: dict[str, Tensor]) -> None:
-    """Raise ValueError if the inputs of images do not fit together, or do not fit `count` texts."""
+    """Raise ValueError if the image inputs do not fit together, or are not for `count` texts."""
     if not {"pixel_values", "visual_embeds"} & given.keys():
         if given:
             raise ValueError(f"{' and '.join(given)} need pixel_values or visual_embeds")

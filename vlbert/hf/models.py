@@ -1,4 +1,4 @@
-"""The transformers models: VLBert without a head, and with the head of each task."""
+"""The transformers models: VLBert without a head, and with each task's head."""
 
 import os
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in t
 
 
 class VLBertPreTrainedModel(PreTrainedModel):
-    """Base class of the models: loading, saving and the arguments of `forward`. Weights are float32."""
+    """The base class of all models, which loads, saves and runs them. Weights are float32."""
 
     config: VLBertConfig
     config_class = VLBertConfig
@@ -46,8 +46,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = ["image", "text"]
     _supports_sdpa = True
-    new_settings: ClassVar[TaskSettings | None] = None  # of a new head, for a checkpoint of another task
-    task: Any  # of the class for new_settings; None without a head
+    new_settings: ClassVar[TaskSettings | None] = None  # for a new head, if the checkpoint is of another task
+    task: Any  # the task of the head; None without a head
     head: Any
 
     def __init__(self, config: VLBertConfig):
@@ -62,25 +62,25 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 needed = f"{type(self).__name__} needs {type(self.new_settings).__name__}"
                 raise ValueError(f"{needed}; the config has {actual}")
             if isinstance(settings, PretrainingSettings):
-                settings = replace(settings, monitored_words=())  # the only use of the vocabulary's words
-            words: Any = range(config.vocab_size)  # a head needs only their number
+                settings = replace(settings, monitored_words=())  # only these need the vocabulary's words
+            words: Any = range(config.vocab_size)  # a head needs only how many there are
             self.task = make_task(settings, words, config.num_classes)
             self.head = self.task.head(self.vlbert.config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: modules of this package initialise themselves."""
+        """Do nothing, because modules of this package initialise themselves."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the word embeddings."""
+        """Return the module of the word embeddings."""
         return self.vlbert.embedding.words
 
     def forward(self, *inputs: Tensor, labels: Tensor | None = None, **named: Any) -> VLBertOutput | tuple:
-        """Run the model. VLBertProcessor makes the inputs (vlbert/hf/inputs.py); the class describes the labels.
+        """Run the model on inputs that VLBertProcessor makes (vlbert/hf/inputs.py). Each class describes its labels.
 
-        output_attentions, output_hidden_states and return_dict are the config's if None. With return_dict=False the
-        result is a tuple of the outputs that are not None. Raises ValueError if the inputs do not fit together, or if a
-        text is longer than the position table.
+        output_attentions, output_hidden_states and return_dict default to the config's values. With return_dict=False,
+        the result is a tuple of the outputs that are not None. Raises ValueError if the inputs do not fit together, or
+        if a text is longer than the position table.
         """
         named = {name: value for name, value in named.items() if value is not None}
         attentions, states, as_object = (named.pop(name, getattr(self.config, name)) for name in _OPTIONS)
@@ -105,14 +105,14 @@ class VLBertPreTrainedModel(PreTrainedModel):
         return batch
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
-        """Return the outputs of `forward` without loss, states and attentions."""
+        """Return the outputs of `forward` without loss, hidden states and attentions."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Write config.json, model.safetensors and, for question answering, task.json with the answers.
 
-        A processor may save its files into the same folder. vlbert predict also reads such a folder. All weights are in
-        one file, regardless of `max_shard_size`.
+        The processor can be saved into the same folder, which `vlbert predict` then reads, too. All weights are written
+        to one file, regardless of `max_shard_size`.
         """
         folder = Path(save_directory)
         if kwargs.get("is_main_process", True):
@@ -132,17 +132,17 @@ class VLBertPreTrainedModel(PreTrainedModel):
         device_map: str | int | torch.device | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load the model of a folder, of a run (ROOT/runs/RUN: its newest checkpoint) or of the hub, in eval mode.
+        """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the hub.
 
-        If the checkpoint is of another task, its head is not loaded. A new head starts as in a run with init_from, with
-        a warning. Raises OSError if a folder or file is missing or damaged, and ValueError if it does not fit.
+        If the checkpoint was trained for another task, a new head starts as in a run with init_from, with a warning if
+        it has to be trained. Raises OSError if a folder or file is missing or damaged, ValueError if it does not fit.
 
         Args:
             config: Config to use instead of the folder's.
             dtype: "auto" or float32. Use torch.autocast to compute in another type.
             device_map: Device for the whole model; "auto": a GPU if there is one.
-            kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`;
-                others are fields of the config, such as `num_labels`.
+            kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`.
+                Others are fields of the config, such as `num_labels`.
         """
         if dtype not in (None, "auto", "float32", torch.float32):
             raise ValueError(f"dtype is {dtype}; weights are float32. Use torch.autocast to compute in another type")
@@ -173,7 +173,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
-        """Return the config's settings, or those of a new head if the config is of another task."""
+        """Return the config's task settings, or those of a new head if the config is of another task."""
         if cls.new_settings is None or config.task == type(cls.new_settings).__name__:
             return config.task_settings
         recipe = ranking_recipe(saved.config) if isinstance(cls.new_settings, RetrievalSettings) else None
@@ -191,26 +191,26 @@ class VLBertPreTrainedModel(PreTrainedModel):
         self.task.on_start(self.vlbert, self.head, saved.config.get("task"))
         if self.task.zero_shot_head not in loaded.split(", "):
             logger.warning(
-                "%s has no head of %s; loaded parts of its own head: %s; the rest has random weights: train the model",
+                "%s has no head of %s; parts from its own head: %s; the rest has random weights: train the model",
                 *(saved.uri, type(self).__name__, loaded),
             )
 
 
 class VLBertModel(VLBertPreTrainedModel):
-    """The encoder, which returns vectors of words and regions. It takes no labels."""
+    """The model without a head, which returns the encoder's vectors of words and regions. It takes no labels."""
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(last_hidden_state=encoded.text, visual_last_hidden_state=encoded.regions)
 
 
 class VLBertForPreTraining(VLBertPreTrainedModel):
-    """Predicts masked words, masked regions and, with the relationship head, whether text and image belong together.
+    """A model that predicts masked words, masked regions and, with a relationship head, whether text and image match.
 
     Labels of `forward`:
-        labels: int64 [N, T], the token at masked words, else -100.
-        region_labels: float [N, R, 1 + classes], the detector's distribution at masked regions, background first; zeros
-            elsewhere.
-        sentence_image_labels: int64 [N], class of the relationship head; 0: text and image belong together.
+        labels: int64 [N, T], the original token at masked words, -100 elsewhere.
+        region_labels: float [N, R, 1 + classes], the detector's class probabilities at masked regions, background
+            first; zeros elsewhere.
+        sentence_image_labels: int64 [N], 0 if text and image belong together, otherwise 1.
     """
 
     new_settings = PretrainingSettings()
@@ -249,9 +249,9 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
 
 
 class VLBertForQuestionAnswering(VLBertPreTrainedModel):
-    """Chooses from the answers in `config.id2label` (VQA). `num_labels` or `id2label` set the size of a new head.
+    """A model that chooses from the answers in `config.id2label` (VQA). `labels` are soft scores, float [N, answers].
 
-    `labels` are float [N, answers], the soft score of each answer.
+    `num_labels` or `id2label`, given to `from_pretrained`, sets the number of answers of a new head.
     """
 
     new_settings = VQASettings(answers_from_words=False)
@@ -285,11 +285,11 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
 
 
 class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
-    """Selects one of several choices (VCR). Inputs are [N, choices, T].
+    """A model that selects one of several choices (VCR). Text inputs are [N, choices, T].
 
     Labels of `forward`:
-        labels: int64 [N], the right choice; -100: unknown.
-        region_labels: int64 [N, R], the class of a region, else -100; for models that predict it.
+        labels: int64 [N], the index of the right choice, or -100 if it is unknown.
+        region_labels: int64 [N, R], each region's class, or -100 to ignore it; for models that predict these classes.
     """
 
     new_settings = VCRSettings()
@@ -323,9 +323,9 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
 
 
 class VLBertForReferringExpression(VLBertPreTrainedModel):
-    """Finds the region that an expression refers to (RefCOCO+).
+    """A model that finds the region to which an expression refers (RefCOCO+).
 
-    `labels` are float [N, R], 0 to 1, how well each region fits; usually 1 if its IoU with the true box is over 0.5.
+    `labels` are float [N, R], 0 to 1: how well each region fits, usually 1 if its IoU with the true box exceeds 0.5.
     """
 
     new_settings = RefCOCOSettings()
@@ -342,10 +342,10 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
 
 
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
-    """Scores how well text and image fit. A pre-trained model with the relationship head works as it is (zero-shot).
+    """A model that scores how well text and image match. With a pre-trained relationship head, it works zero-shot.
 
-    `labels` are int64 [N, 2]: the number of the pair that a row belongs to, from 0, and the row's role: 0 for the pair,
-    1 to W for its wrong captions, and above W for its wrong images (W: RetrievalSettings.wrong_captions).
+    `labels` are int64 [N, 2]: the index of the pair that a row belongs to, and the row's role: 0 for the pair itself, 1
+    to W for wrong captions of its image, above W for wrong images of its caption (W: RetrievalSettings.wrong_captions).
     """
 
     new_settings = RetrievalSettings()
@@ -361,7 +361,7 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
 
 
 def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:
-    """Return the batch with labels at the tokens or regions of the mask `name`, bool [N, T] or [N, R]."""
+    """Return the batch with `labels` for the True elements of the label mask `name`, bool [N, T] or [N, R]."""
     sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(mask.sum(dim=1).tolist())})
     labelled = batch.labelled | {name: mask.flatten().nonzero()[:, 0]}
     return replace(batch, labelled=labelled, labels=batch.labels | labels, sizes=sizes)

@@ -8,23 +8,23 @@ from transformers.utils.generic import ModelOutput
 
 @dataclass
 class VLBertOutput(ModelOutput):
-    """The outputs of a model; those that it does not compute are None. Vectors at padding are meaningless.
+    """The outputs of a model. Those that it does not compute are None, and values at padding are meaningless.
 
     Attributes:
-        loss: The training loss, a float, if there are labels.
+        loss: The training loss, a scalar, if there are labels.
         logits: Question answering: [N, answers]. VCR: [N, choices]. Referring expression: [N, R], -inf for regions that
-            are no candidates. Retrieval: [N]; the sigmoid is the probability that text and image belong together.
+            are not candidates. Retrieval: [N]; the sigmoid is the probability that text and image belong together.
         prediction_logits: Pre-training: [N, T, V], over the vocabulary.
         region_logits: [N, R, 1 + classes], over the detector's classes, background first. VCR: [N * choices, R,
             classes], if the task predicts them from the encoder's output.
-        relationship_logits: [N, 2], whether text and image belong together, if the model has that head.
-        last_hidden_state: VLBertModel: float [N, T, C].
-        visual_last_hidden_state: float [N, R, C'], regions, the whole image first. C' is C, or region_hidden_size.
+        relationship_logits: [N, 2], whether text and image belong together (class 0), if the model has that head.
+        last_hidden_state: VLBertModel: the text, float [N, T, C].
+        visual_last_hidden_state: The regions, float [N, R, C'], the whole image first. C' is C, or region_hidden_size.
         hidden_states: With output_hidden_states: the text before the first layer and after each layer, [N, T, C]. Here
-            and below, each choice has a row: [N * choices, ...].
+            and below, each choice is a row: [N * choices, ...].
         visual_hidden_states: The same for the regions, [N, R, C'].
         attentions: With output_attentions: [N, heads, from, to] for each layer. A layer X has two, from text to regions
-            and back. Layers J cover the text, the regions and [END].
+            and from regions to text. In layers J, both dimensions are the text, the regions and [END].
     """
 
     loss: Tensor | None = None

@@ -1,4 +1,4 @@
-"""VLBertProcessor: make the models' inputs from images, texts and boxes, as training and prediction do."""
+"""VLBertProcessor, which makes model inputs from images, texts and boxes, as training and prediction do."""
 
 import functools
 import io
@@ -36,7 +36,7 @@ _ANY_TEXT = PretrainingSettings(max_elements=None)  # inputs of a model without 
 
 
 class VLBertProcessor(ProcessorMixin):
-    """Makes a model's inputs from images, texts and boxes.
+    """A processor that makes a model's inputs from images, texts and boxes.
 
         processor = VLBertProcessor.from_pretrained("ROOT/runs/pretrain")
         inputs = processor(images="photo.jpg", text="a red [MASK]")                                  # finds regions
@@ -46,7 +46,7 @@ class VLBertProcessor(ProcessorMixin):
     The text gets the form that the config's task needs, such as [CLS] question [SEP] [MASK] [SEP].
 
     Args:
-        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if it has more or fewer tokens.
+        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if the number of tokens differs.
         detector: Weight file of the detector that finds the regions of images without boxes; None: no detector.
     """
 
@@ -68,12 +68,12 @@ class VLBertProcessor(ProcessorMixin):
 
     @functools.cached_property
     def task(self) -> Task:
-        """The task whose inputs the processor makes."""
+        """The task for which the processor makes inputs."""
         return make_task(self.config.task_settings or _ANY_TEXT, self.vocabulary, self.config.num_classes)
 
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
-        """The detector whose regions the model was trained on. Raises ValueError if its weights are unknown."""
+        """The detector whose regions the model was trained on. Raises ValueError if its weights are not found."""
         return load_detector(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
 
     def __call__(  # noqa: PLR0913  the inputs of all tasks
@@ -89,19 +89,19 @@ class VLBertProcessor(ProcessorMixin):
         return_tensors: str | None = "pt",
         padding: bool = True,
     ) -> BatchFeature:
-        """Make the inputs of texts with their images (vlbert/hf/inputs.py), padded to the longest.
+        """Return the model's inputs for texts with their images (vlbert/hf/inputs.py), padded to the longest.
 
-        Raises ValueError if an image cannot be read, or if the task has no such argument.
+        Raises ValueError if an image cannot be read, or if the task does not take an argument.
 
         Args:
-            images: Files, bytes, Pillow's images or samples (vlbert predict). None: use visual_embeds.
-            text: One text, or a list. The other arguments are then lists too, with an entry for each text.
+            images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
+            text: One text, or a list. With a list, the other arguments are lists, too, with one entry per text.
             boxes: For each image float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
             visual_embeds: For each image float [n, D], the features of its boxes, if the model reads features. They are
-                rounded to float16, as a detector's are.
+                rounded to float16, like the features that a detector stores.
             image_sizes: (height, width) of each image, if there are features and no images.
-            choices: VCR: four choices. `answer` is the answer that they explain, for a model of rationales.
-            mask_regions: Pre-training: numbers of the regions to mask, from 1.
+            choices: VCR: the four choices. If they are rationales, `answer` is the answer that they explain.
+            mask_regions: Pre-training: the regions to mask, counted from 1.
         """
         if return_tensors not in ("pt", None) or padding not in (True, "longest"):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
@@ -145,9 +145,9 @@ class VLBertProcessor(ProcessorMixin):
     def _make_sample(
         self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None
     ) -> Sample:
-        """Return the image as a stored sample, with its regions."""
+        """Return a sample of the image, with regions from its boxes or the detector."""
         if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
-            raise ValueError("the model reads pixels and no visual_embeds")
+            raise ValueError("the model reads pixels, not visual_embeds")
         if visual_embeds is not None and boxes is None:
             raise ValueError("visual_embeds need boxes, one per vector")
         if image is None:
@@ -159,7 +159,7 @@ class VLBertProcessor(ProcessorMixin):
             sample, scale = image, 1.0
         else:
             if not isinstance(image, str | Path | bytes | Image.Image):
-                raise ValueError(f"an image is a {type(image).__name__}; give files, bytes or Pillow's images")
+                raise ValueError(f"an image is a {type(image).__name__}; give file paths, bytes or Pillow images")
             sample = read_image(image)
             scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
         if boxes is None:
@@ -173,7 +173,7 @@ class VLBertProcessor(ProcessorMixin):
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write processor_config.json, the tokenizer, vocab.txt and, if its file is known, a copy of the detector."""
+        """Write processor_config.json, the tokenizer, vocab.txt and, if their file is known, the detector's weights."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")
@@ -191,16 +191,17 @@ class VLBertProcessor(ProcessorMixin):
         Raises OSError if a folder is missing or has no vocabulary.
 
         Args:
-            detector: Weight file, if the training's is neither in the folder nor at its recorded path.
-            kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `hf_hub_download`.
+            detector: The detector's weight file, if it is neither in the folder nor at the path recorded in training.
+            kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`.
         """
         hub = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
         folder = Path(fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY, PROCESSOR, DETECTOR), **hub))
         if not (folder / VOCABULARY).is_file():
             raise OSError(f"{folder} has no {VOCABULARY}; put the model's own there, one token a line")
-        saved = folder / PROCESSOR
-        values = parse_json((saved if saved.is_file() else folder / CONFIG).read_bytes(), str(saved))
-        config = VLBertConfig.from_dict(values.get("config", values))
+        file = folder / (PROCESSOR if (folder / PROCESSOR).is_file() else CONFIG)
+        values = parse_json(file.read_bytes(), str(file))
+        values = values.get("config", values)
+        config = VLBertConfig.from_dict(values)
         config.name_or_path = str(folder)
         if detector is None:
             detector = folder / DETECTOR if (folder / DETECTOR).is_file() else find_detector_weights(values)
@@ -208,10 +209,10 @@ class VLBertProcessor(ProcessorMixin):
 
 
 def _check_boxes(boxes: np.ndarray) -> np.ndarray:
-    """Return the boxes as [n, 4]. Raises ValueError if they are not boxes."""
+    """Return the boxes as [n, 4]. Raises ValueError if their shape or a coordinate is invalid."""
     boxes = boxes.reshape(0, 4) if not boxes.size else boxes
     if boxes.ndim != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
+        raise ValueError(f"the boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
     wrong = ~(np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] >= boxes[:, :2]).all(axis=1))
     if wrong.any():
         raise ValueError(f"box {wrong.argmax()} is {boxes[wrong.argmax()].tolist()}; x1 <= x2 and y1 <= y2 must hold")
@@ -219,7 +220,7 @@ def _check_boxes(boxes: np.ndarray) -> np.ndarray:
 
 
 def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """Return the vocabulary's tokenizer as a transformers tokenizer."""
+    """Return the vocabulary's tokenizer, wrapped as a transformers tokenizer."""
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True))
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(vocabulary.tokenizer.to_str()),
@@ -229,14 +230,14 @@ def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
 
 
 def _upright_size(image: str | Path | bytes | Image.Image) -> tuple[int, int]:
-    """Return (width, height) of a readable image, rotated as its EXIF block says."""
+    """Return (width, height) of a readable image, after the rotation that its EXIF data asks for."""
     if not isinstance(image, Image.Image):
         image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FILE_FORMATS)
     return ImageOps.exif_transpose(image).size
 
 
 def _add_boxes(sample: Sample, boxes: np.ndarray, features: np.ndarray | None, num_classes: int) -> Sample:
-    """Return the sample with boxes, float32 [n, 4], without a detector's classes."""
+    """Return the sample with the boxes, float32 [n, 4], as its regions. Their class probabilities are zero."""
     nothing = np.zeros((len(boxes), 1 + num_classes), np.float16)
     regions = Regions(
         boxes,

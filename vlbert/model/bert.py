@@ -15,7 +15,7 @@ from vlbert.model.vlbert import VLBert
 if TYPE_CHECKING:
     from transformers import BertConfig
 
-# Our name of each part of a layer -> Hugging Face's.
+# Our name of each part of a layer -> Hugging Face's name.
 _LAYER = {
     "query": "attention.self.query",
     "key": "attention.self.key",
@@ -29,7 +29,7 @@ _LAYER = {
 
 
 def bert_vocabulary(name: str) -> Vocabulary:
-    """Return the vocabulary of a Hugging Face BERT. Raises ValueError if it has none, or if the BERT is cased."""
+    """Return the vocabulary of a Hugging Face BERT. Raises ValueError if the BERT has none, is cased or not found."""
     from transformers import AutoTokenizer
 
     ids: dict[str, int] = {}
@@ -48,12 +48,13 @@ def bert_vocabulary(name: str) -> Vocabulary:
     return Vocabulary(sorted(ids, key=ids.__getitem__), source=name)
 
 
+@torch.no_grad()
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
-    """Copy embeddings, encoder and the parts that `head` shares: word classifier, pooler, relationship.
+    """Copy the weights of a BERT: its embeddings and encoder into `vlbert`, the parts that `head` also has into `head`.
 
-    [END], [IMG], segment C, the visual parts and everything else that is not in this BERT keep their initialisation.
-    Returns a sentence that lists the copied parts. Raises ValueError if `name` is not a BERT, or if its shape or its
-    vocabulary differs from the run's.
+    These parts are the word classifier, pooler and relationship classifier. Everything that this BERT lacks, such as
+    [END], [IMG], segment C and the visual parts, keeps its initial values. Returns a sentence that lists the copied
+    parts. Raises ValueError if `name` is not a BERT, or if its configuration or vocabulary does not match the model's.
     """
     config, tensors = _read(name)
     _check_shape(vlbert, config, name)
@@ -64,10 +65,10 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
         )
 
     embedding = vlbert.embedding
-    _copy(embedding.words.weight[: vlbert.vocab_size], tensors["bert.embeddings.word_embeddings.weight"])
-    _copy(embedding.segments.weight[:2], tensors["bert.embeddings.token_type_embeddings.weight"])
+    embedding.words.weight[: vlbert.vocab_size].copy_(tensors["bert.embeddings.word_embeddings.weight"])
+    embedding.segments.weight[:2].copy_(tensors["bert.embeddings.token_type_embeddings.weight"])
     positions = min(vlbert.config.max_positions, config.max_position_embeddings)
-    _copy(embedding.positions.weight[:positions], tensors["bert.embeddings.position_embeddings.weight"][:positions])
+    embedding.positions.weight[:positions].copy_(tensors["bert.embeddings.position_embeddings.weight"][:positions])
     _copy_module(embedding.norm, tensors, "bert.embeddings.LayerNorm")
     for number, layer in enumerate(_text_layers(vlbert)):
         for part, bert_part in _LAYER.items():
@@ -80,13 +81,13 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
                 if isinstance(part, nn.Module):
                     _copy_module(part, tensors, source)
                 else:
-                    _copy(part, tensors[source])
+                    part.copy_(tensors[source])
             taken.append(name_of_part)
     return f"{', '.join(taken)} from {name}; everything else starts from random weights"
 
 
 def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
-    """Return the parts that a head shares with BERT: description -> [(our module or parameter, name in BERT)]."""
+    """Return the parts that a head and BERT share: {description: [(our module or parameter, its name in BERT)]}."""
     parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
     if getattr(head, "word_transform", None) is not None:
         parts["word classifier"] = [
@@ -103,12 +104,12 @@ def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | 
 
 
 def _text_layers(vlbert: VLBert) -> list[nn.Module]:
-    """Return the layers that start from BERT's: all J, or all T."""
+    """Return the layers that get the weights of BERT's layers: all layers J, or all layers T."""
     return [layer for letter, layer in zip(vlbert.config.layers, vlbert.encoder.layers, strict=True) if letter in "JT"]
 
 
 def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
-    """Return the configuration of a Hugging Face BERT and the tensors that it has, named as in BertForPreTraining."""
+    """Return a Hugging Face BERT's configuration and its stored tensors, by their names in BertForPreTraining."""
     from transformers import AutoConfig, BertForPreTraining
 
     try:
@@ -129,7 +130,7 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
 
 
 def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
-    """Raise ValueError if the model would compute something else with the same weights."""
+    """Raise ValueError if BERT's configuration (sizes, activation, kind of positions, epsilon) is not the model's."""
     ours = vlbert.config
     wanted = {
         "hidden_size": ours.hidden_size,
@@ -147,11 +148,5 @@ def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
         raise ValueError(f"{name} is a BERT of another shape: it has {'; '.join(differing)}")
 
 
-def _copy(parameter: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(source)
-
-
 def _copy_module(module: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
-    for kind in ("weight", "bias"):
-        _copy(getattr(module, kind), tensors[f"{name}.{kind}"])
+    module.load_state_dict({kind: tensors[f"{name}.{kind}"] for kind in ("weight", "bias")})

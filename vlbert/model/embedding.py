@@ -1,6 +1,6 @@
-"""The embeddings that are the encoder's input at each word, each region and [END].
+"""The input embeddings of the encoder: one vector for each token and each region and, in VL-BERT, for [END].
 
-VL-BERT has a `VisualLinguisticEmbedding` (paper 3.2, figure 1), ViLBERT and Unicoder-VL a `SeparateEmbedding`.
+VL-BERT uses `VisualLinguisticEmbedding` (paper 3.2, figure 1), ViLBERT and Unicoder-VL use `SeparateEmbedding`.
 """
 
 import torch
@@ -16,13 +16,13 @@ REGION_SEGMENT = 2  # segment C; A and B are 0 and 1
 
 
 class VisualLinguisticEmbedding(nn.Module):
-    """The sum of token, visual feature, segment and position embedding, then LayerNorm and dropout.
+    """The sum of token, visual feature, segment and position embeddings, followed by LayerNorm and dropout.
 
-    A word has the visual feature embedding of the whole image, unless the task names another region
-    (TextInput.token_region). In rows without an image it has one learned vector. All regions of a row share the first
-    position after the text; [END] has the next one.
+    A word gets the visual feature embedding of the whole image, unless the task assigns another region to it
+    (TextInput.token_region). In rows without an image, it gets a learned vector instead. All regions of a row share the
+    first position after the text. [END] has the position after that.
 
-    Shape letters are those of vlbert/data/batch.py, and L, the width of a visual feature embedding.
+    Shape letters are those of vlbert/data/batch.py. L is the width of a visual feature embedding.
     """
 
     positions_behind_text = 2  # one for the regions, one for [END]
@@ -51,7 +51,7 @@ class VisualLinguisticEmbedding(nn.Module):
         self.visual_dropout = nn.Dropout(config.dropout if config.visual_dropout else 0.0)
 
     def initialise(self) -> None:
-        """Initialise the parameters that differ from the general initialisation. Call it after that one."""
+        """Initialise the parameters that need other values than `heads.initialise` gives them. Call this after it."""
         if self.config.visual_initialisation == "pytorch":
             self.visual.reset_parameters()
         if self.config.regions.masks_features:
@@ -60,9 +60,9 @@ class VisualLinguisticEmbedding(nn.Module):
         self.region_visual.initialise()
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """Embed text, [N, T, C], and regions followed by [END], [N, R + 1, C].
+        """Return the embeddings of the text, [N, T, C], and of the regions followed by [END], [N, R + 1, C].
 
-        Positions do not count padding. `appearance` [K, D] has the features of the images' regions.
+        Padding takes no position. `appearance` [K, D] has the features of all images' real regions.
         """
         visual = self.region_visual_embeddings(batch, appearance)  # (N, R, L)
         length = batch.text_mask.sum(dim=1, keepdim=True)  # (N, 1)
@@ -106,7 +106,7 @@ class VisualLinguisticEmbedding(nn.Module):
     def region_visual_embeddings(self, batch: Batch, appearance: Tensor) -> Tensor:
         """Return the visual feature embedding of each region: [N, R, L], zero in the padding.
 
-        It is a fully connected layer over the concatenated geometry embedding and appearance feature (paper 3.2).
+        A fully connected layer computes it from the concatenated geometry embedding and appearance feature (paper 3.2).
         """
         if not len(appearance):
             return appearance.new_zeros(*batch.region_mask.shape, self.visual.out_features)
@@ -132,21 +132,24 @@ def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
 
 
 def features_by_row(features: Tensor, batch: Batch) -> Tensor:
-    """Distribute features of the real regions of all images, [K, L], to rows: [N, R, L], zero in the padding."""
+    """Arrange values of all images' real regions, [K, ...], by row of the batch: [N, R, ...], zero in the padding."""
     # An extra last image without regions, at index -1, serves rows without an image.
     by_image = _features_by_image(features, batch, len(batch.image_rows) + 1)
     return by_image.index_select(0, batch.image_of % len(by_image))
 
 
 def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
-    """Distribute features to images: [images, R, L], zero in the padding. The batch has the first P of the images."""
-    width, channels = batch.region_mask.shape[1], features.shape[1]
-    padded = features.new_zeros(images * width, channels).index_copy(0, batch.real_regions, features)
-    return padded.view(images, width, channels)
+    """Arrange values [K, ...] by image: [images, R, ...]. Padding, and images after the batch's P, are zero."""
+    width, shape = batch.region_mask.shape[1], features.shape[1:]
+    padded = features.new_zeros(images * width, *shape).index_copy(0, batch.real_regions, features)
+    return padded.view(images, width, *shape)
 
 
 class VisualProjection(nn.Module):
-    """A projection of visual feature embeddings from [..., L] to [..., C], with LayerNorm if the config says so."""
+    """A projection of visual feature embeddings, [..., L] -> [..., C], with LayerNorm if config.visual_norm says so.
+
+    There is no linear layer if L = C. `gain` is LayerNorm's initial weight.
+    """
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
@@ -165,10 +168,10 @@ class VisualProjection(nn.Module):
 
 
 class SeparateEmbedding(nn.Module):
-    """The embeddings of ViLBERT and Unicoder-VL, where text and regions do not mix (ViLBERT 2.1, Unicoder-VL 3.1).
+    """The embeddings of ViLBERT and Unicoder-VL, separate for text and regions (ViLBERT 2.1, Unicoder-VL 3.1).
 
-    Text is the sum of token, position and segment embedding. A region is the sum of a linear layer of its appearance
-    feature and one of its location, five numbers. Each has its own LayerNorm and dropout.
+    The vector of a token is the sum of its word, position and segment embeddings. That of a region is the sum of two
+    linear layers: one of its appearance feature, one of its location (five numbers). Each sum has its own LayerNorm.
     """
 
     positions_behind_text = 0  # regions have no position
@@ -195,12 +198,15 @@ class SeparateEmbedding(nn.Module):
             self.masked_appearance = nn.Embedding(1, config.regions.channels)
 
     def initialise(self) -> None:
-        """Initialise the parameters that differ from the general initialisation. Call it after that one."""
+        """Initialise the parameters that need other values than `heads.initialise` gives them. Call this after it."""
         if hasattr(self, "masked_appearance"):
             nn.init.zeros_(self.masked_appearance.weight)
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """Embed text, [N, T, C] or with a task token [N, T + 1, C], and regions, [N, R, C'], from appearance [K, D]."""
+        """Return the embeddings of the text, [N, T, C], and of the regions, [N, R, C'].
+
+        With a task token, the text is [N, T + 1, C]. `appearance` [K, D] has the features of all images' real regions.
+        """
         regions = features_by_row(self._regions(batch, appearance), batch)
         text, text_mask = self.words(batch.tokens) + self.segments(batch.segments), batch.text_mask
         text_lengths, region_lengths = batch.sizes.tokens, batch.sizes.regions
@@ -220,7 +226,7 @@ class SeparateEmbedding(nn.Module):
         return Streams(self.dropout(self.norm(text)), regions, text_mask, region_mask, text_lengths, region_lengths)
 
     def _regions(self, batch: Batch, appearance: Tensor) -> Tensor:
-        """Return the embeddings of the K real regions of the images, before LayerNorm: [K, C']."""
+        """Return the embeddings of the real regions of all images, before LayerNorm: [K, C']."""
         if not len(appearance):
             return appearance.new_zeros(0, self.visual.out_features)
         images, numbers = batch.image_and_number()  # (K,)

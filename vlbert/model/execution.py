@@ -1,6 +1,6 @@
 """Activation checkpointing and compiled kernels for training.
 
-Neither changes results or names in the state dict. Both work block by block: a layer of the encoder, or a residual
+Neither changes results or names in the state dict. Both apply to single blocks: a layer of the encoder, or a residual
 block of the Fast R-CNN.
 """
 
@@ -17,7 +17,7 @@ MAX_GRAPHS = 32  # per class of blocks; beyond it, torch.compile logs a warning 
 
 
 def trainable_blocks(model: VLBert) -> list[nn.Module]:
-    """Return the blocks with trainable parameters. Frozen blocks keep no activations."""
+    """Return the encoder layers and residual blocks with trainable parameters. Frozen ones keep no activations."""
     stages: list[nn.Module] = [model.encoder.layers]
     if model.fast_rcnn is not None:
         backbone = model.fast_rcnn.backbone
@@ -26,7 +26,7 @@ def trainable_blocks(model: VLBert) -> list[nn.Module]:
 
 
 def execute_as(recipe: Recipe, model: VLBert) -> None:
-    """Apply the recipe's `activation_checkpointing` and `compile` to the model."""
+    """Apply the recipe's settings `activation_checkpointing` and `compile` to the model."""
     for block in trainable_blocks(model):
         if recipe.activation_checkpointing:
             checkpoint_activations(block)
@@ -41,8 +41,8 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
 def checkpoint_activations(block: nn.Module) -> None:
     """Make a block keep only its inputs in the forward pass, and recompute the rest in the backward pass.
 
-    The second pass draws the same dropout. Afterwards the block cannot be copied or pickled. A block with live norms is
-    not changed, because its norms would count each batch twice.
+    Dropout is the same when recomputed. Afterwards, the block cannot be copied or pickled. A block with nn.BatchNorm2d
+    is not changed, because its running statistics would be updated twice per batch.
     """
     if any(isinstance(part, nn.BatchNorm2d) for part in block.modules()):
         return

@@ -18,7 +18,7 @@ STRIDE = 16  # pixels of the image per cell of the C4 map
 
 
 class FastRCNN(nn.Module):
-    """A network that computes the appearance feature of each real region of a batch's images, not of padding."""
+    """A network that computes an appearance feature for each real region (not padding) of a batch's images."""
 
     pixel_mean: Tensor
 
@@ -36,11 +36,11 @@ class FastRCNN(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the features of the K real regions of the batch's images, in image order: [K, D]."""
+        """Return the appearance features of the K real regions of the batch's images, in image order: [K, D]."""
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the features [K, D], given the pixels of `network_input`: float [p, 3, H, W] of each group."""
+        """Return the appearance features [K, D], given the result of `network_input`: float [p, 3, H, W] per group."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
         images, _ = batch.image_and_number()  # (K,)
         boxes = batch.of_real_regions(batch.boxes)  # (K, 4)
@@ -55,8 +55,8 @@ class FastRCNN(nn.Module):
     def network_input(self, batch: Batch) -> list[Tensor]:
         """Return the network's input: float [p, 3, H, W], BGR, mean subtracted, masked regions and padding blank.
 
-        There is one tensor per group of images, by RegionConfig.padding; with live norms, one for all images. Raises
-        ValueError if the batch has no pixels, or if an image is larger than a fixed padding.
+        There is one tensor per group of p images, which RegionConfig.padding defines, or a single one if BatchNorm is
+        trained. Raises ValueError if an image has no pixels, or if it is larger than the size of padding="fixed".
         """
         with_pixels, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
         if with_pixels != images:
@@ -67,7 +67,7 @@ class FastRCNN(nn.Module):
         padding, groups = self.config.padding, batch.pixels
         if padding == "fixed":
             groups = self._pad_fixed(batch)
-        # Live norms need statistics over all images of a batch, hence one tensor with more padding.
+        # BatchNorm in training needs statistics over all images of a batch, hence one tensor with more padding.
         if padding == "batch" or self.config.resnet.norm == "batch":
             height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
             groups = [torch.cat([_pad(group, height, width) for group in groups])]
@@ -76,7 +76,7 @@ class FastRCNN(nn.Module):
         return [self._normalise(*group, batch) for group in zip(groups, indices, strict=True)]
 
     def _pad_fixed(self, batch: Batch) -> list[Tensor]:
-        """Pad images to the fixed size, one tensor per run of images of the same orientation, in image order."""
+        """Pad images to the fixed size. Returns a tensor for each run of consecutive images of one orientation."""
         short, long = self.config.short_side, self.config.long_side
         sizes, groups, first = batch.sizes.images, [], 0
         for group in batch.pixels:
@@ -97,7 +97,7 @@ class FastRCNN(nn.Module):
         return groups
 
     def _normalise(self, pixels: Tensor, images: Tensor, batch: Batch) -> Tensor:
-        """Return the network's input for one group of images, whose indices in the batch are `images` [p]."""
+        """Return the network's input for a group's uint8 pixels. `images` [p] are its images' indices in the batch."""
         height, width = pixels.shape[2:]
         # Changing the layout is cheaper while a pixel is a byte.
         pixels = pixels.flip(1).contiguous(memory_format=torch.channels_last).float() - self.pixel_mean

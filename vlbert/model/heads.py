@@ -1,4 +1,4 @@
-"""Modules for the heads of tasks (poolers, transforms, classifiers), and the initialisation of weights."""
+"""Modules for task heads (poolers, transforms, classifiers), and the initialisation of weights."""
 
 from typing import Literal
 
@@ -13,9 +13,9 @@ ClassifierKind = Literal["linear", "two_layers", "words", "regions", "regions_no
 
 
 class Pooler(nn.Module):
-    """A module that pools each row to a vector by ModelConfig.pooler, its `kind`.
+    """A module that pools each row to one vector. Its `kind` is the method, ModelConfig.pooler.
 
-    Its `size`, the width P of the vector, is that of co-attention for "product", else that of the text.
+    Its `size` is the vector's width P: the width of co-attention for "product", otherwise that of the text.
     """
 
     def __init__(self, config: ModelConfig):
@@ -36,7 +36,7 @@ class Pooler(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """A dense layer and GELU before a classifier; LayerNorm follows if `normed`."""
+    """A dense layer, GELU and, if `normed`, LayerNorm, for use before the last layer of a classifier."""
 
     def __init__(self, hidden_size: int, normed: bool):
         super().__init__()
@@ -49,16 +49,16 @@ class HeadTransform(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of vectors [..., inputs] with logits [..., outputs], the head of a fine-tuned task.
+    """A classifier that maps vectors [..., inputs] to logits [..., outputs], for the head of a fine-tuned task.
 
-    "linear" is one layer; "two_layers" has ReLU between them. "words", "regions" and "regions_norm" have a transform
-    before a layer, and may start from the transform of pre-training's classifier of words or regions; "regions_norm" is
-    for PretrainingSettings.region_head=transform_norm. ViLBERT's are "weight_norm", two weight-normed layers with ReLU
-    and dropout between them, and "gelu_norm", two layers with GELU and LayerNorm between them.
+    "linear" is one layer, "two_layers" are two with ReLU between them. "words", "regions" and "regions_norm" are a
+    HeadTransform and a layer. Their transform can start from that of pre-training's word or region classifier;
+    "regions_norm" fits PretrainingSettings.region_head=transform_norm. ViLBERT's kinds have two layers: "weight_norm"
+    is weight-normalised with ReLU between its layers, "gelu_norm" has GELU and LayerNorm between them.
 
     Args:
-        dropout: probability before each layer except the transform; for ViLBERT's kinds only before the second layer.
-        width: width of the first layer of "two_layers"; for ViLBERT's kinds it is twice `inputs`.
+        dropout: probability before each layer except the transform. In ViLBERT's kinds, only before the second layer.
+        width: outputs of the first layer of "two_layers". ViLBERT's kinds always have 2 * inputs.
         inputs: width of the vectors; None means the width of the text.
     """
 
@@ -100,7 +100,7 @@ class Classifier(nn.Module):
 
 
 class PairClassifier(nn.Module):
-    """A pooler and a Classifier, for logits [N, outputs] of whole rows."""
+    """A Pooler followed by a Classifier, which returns one vector of logits per row."""
 
     def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
         super().__init__()
@@ -114,7 +114,7 @@ class PairClassifier(nn.Module):
 
 
 class WeightNormLinear(nn.Module):
-    """A linear layer with weight g v / |v|, where g is one number and |v| is the Frobenius norm of the matrix v."""
+    """A linear layer with weight g v / |v|, where g is a learned scalar and |v| the Frobenius norm of the matrix v."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -127,7 +127,7 @@ class WeightNormLinear(nn.Module):
 
 
 def initialise(module: nn.Module, standard_deviation: float) -> None:
-    """Initialise as BERT: linear and embedding weights from N(0, standard_deviation), biases 0, LayerNorms 1 and 0."""
+    """Initialise like BERT: linear and embedding weights from N(0, standard_deviation), LayerNorms with 1, biases 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=standard_deviation)
@@ -138,7 +138,7 @@ def initialise(module: nn.Module, standard_deviation: float) -> None:
 
 
 def initialise_head(head: nn.Module, config: ModelConfig) -> None:
-    """Initialise a new head like the model (paper 4.1), or its linear layers by Glorot's rule, as published."""
+    """Initialise a new head like the model (paper 4.1), or as in published code if head_initialisation is "xavier"."""
     initialise(head, config.initializer_range)
     if config.head_initialisation == "xavier":
         for part in head.modules():
@@ -150,5 +150,5 @@ def initialise_head(head: nn.Module, config: ModelConfig) -> None:
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Return the numbers of all and of trainable parameters of `module`."""
+    """Return how many parameters `module` has, and how many of them are trainable."""
     return sum(p.numel() for p in module.parameters()), sum(p.numel() for p in module.parameters() if p.requires_grad)

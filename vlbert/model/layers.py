@@ -1,11 +1,11 @@
 """The encoder: post-norm layers of multi-head attention and feed-forward (paper 3.1, equations 1 to 4; ViLBERT 2.2).
 
-Padding is not computed: layers get only the real elements, packed one after another, row by row. Shape letters,
-besides those of vlbert/data/batch.py:
+Nothing is computed for padding: layers get only the real elements, packed row after row. Shape letters, in addition to
+those of vlbert/data/batch.py:
 
     S  elements of a padded row                       L  real elements, over all rows
-    s  real elements of the longest row               E  elements of a padded row of the regions' stream
-    A  width of queries, keys and values              C'  width of the regions' stream; C with layers J
+    s  real elements of the longest row               E  elements of a padded row of the region stream
+    A  width of queries, keys and values              C'  width of the region stream; C with layers J
 """
 
 import dataclasses
@@ -24,15 +24,16 @@ from vlbert.config import ModelConfig, StreamSize
 LAYER_NORM_EPS = 1e-12
 
 Stream = Literal["both", "text", "regions"]
+_STREAM_OF: dict[str, Stream] = {"J": "both", "T": "text", "V": "regions"}  # by the letter of a layer
 
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """The padded text and regions that the encoder gets and returns.
+    """The encoder's input or output: text and regions, padded.
 
     Attributes:
         text: float [N, T, C].
-        regions: float [N, E, C']; with VL-BERT's [END] as the last element, E = R + 1.
+        regions: float [N, E, C']. In VL-BERT, E = R + 1, and the last element is [END].
         text_mask, region_mask: bool [N, T] and [N, E], True at real elements.
         text_lengths, region_lengths: number of real elements of each row, on the host (Sizes in vlbert/data/batch.py).
     """
@@ -45,7 +46,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Concatenate text and regions of each row: float [N, T + E, C], mask bool [N, T + E], and lengths of rows."""
+        """Return each row's text and regions concatenated, float [N, T + E, C], the mask, bool, and the row lengths."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -58,10 +59,10 @@ class AttentionMap:
     """Attention weights of one layer.
 
     Attributes:
-        layer, letter: number of the layer, from 0, and its letter in ModelConfig.layers.
-        queries, keys: stream that attends and stream that it attends to; "both" is the text, then the regions.
-        weights: float [N, heads, queries, keys]. Weights of a query sum to 1, padded keys have 0. All are 0 for a row
-            of the batch without keys.
+        layer, letter: index of the layer, from 0, and its letter in ModelConfig.layers.
+        queries, keys: stream that attends, and stream that it attends to; "both" is the text, then the regions.
+        weights: float [N, heads, queries, keys]. The weights of a query sum to 1, and those of padded keys are 0. In a
+            row of the batch without keys, all are 0.
     """
 
     layer: int
@@ -73,15 +74,17 @@ class AttentionMap:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The positions of real elements in padded rows, and in rows of length s without gaps, which attention gets.
+    """Indices for converting padded rows [N, S] to packed elements [L], and packed elements to compact rows [N, s].
+
+    Attention reads compact rows. In them, real elements come first, and the padding is as short as possible.
 
     Attributes:
         real: bool [N, S], True at real elements.
-        chosen: int64 [L], index of each real element in [N * S].
-        positions: int64 [L], index of each real element in [N * s].
-        filled: bool [N, s], True at elements of the rows without gaps.
-        key_mask: [N, 1, 1, s], added before attention's softmax: 0 at elements, -inf elsewhere; None if all rows are
-            full. A row without elements has zeros only, because a softmax over nothing is NaN.
+        chosen: int64 [L], index of each real element in the padded rows, flattened to [N * S].
+        positions: int64 [L], index of each real element in the compact rows, flattened to [N * s].
+        filled: bool [N, s], True at real elements of the compact rows.
+        key_mask: [N, 1, 1, s], added before attention's softmax: 0 at real elements, else -inf; None if all rows are
+            full. A row without real elements has only zeros, because the softmax of -inf alone is NaN.
     """
 
     real: Tensor
@@ -92,9 +95,9 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> "Packing":
-        """Return the packing of rows with the mask `real`, for attention in `dtype`.
+        """Return the packing of rows with the mask `real` [N, S], for attention in `dtype`.
 
-        `lengths`, the number of real elements of each row, come from the host, so nothing waits for the device.
+        `lengths` has the number of real elements of each row, so that the host need not wait for the device.
         """
         count, longest = sum(lengths), max(1, *lengths)
         filled = torch.arange(longest, device=real.device) < real.sum(dim=1, keepdim=True)
@@ -107,7 +110,7 @@ class Packing:
 
     @property
     def full(self) -> bool:
-        """True if all rows are as long as the longest."""
+        """True if all rows have the same number of real elements, so that compact rows have no padding."""
         return self.key_mask is None
 
     def pack(self, x: Tensor) -> Tensor:
@@ -121,7 +124,7 @@ class Packing:
         )
 
     def rows(self, x: Tensor) -> Tensor:
-        """Put packed elements into rows: [L, C] -> [N, s, C], zero after the end of a row."""
+        """Put packed elements into compact rows: [L, C] -> [N, s, C], zero in the padding."""
         if not self.full:
             x = x.new_zeros(self.filled.numel(), x.shape[1]).index_copy(0, self.positions, x)
         return x.view(*self.filled.shape, x.shape[1])
@@ -131,9 +134,9 @@ class Packing:
         return x.flatten(0, 1) if self.full else x.flatten(0, 1).index_select(0, self.positions)
 
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
-        """Expand attention maps of these queries over `keys` to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
+        """Expand attention maps from compact to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
 
-        Padded keys get 0. A padded query gets the weights of the element before it.
+        This packing is that of the queries. A padded key gets 0, a padded query the weights of the query before it.
         """
         query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
         wide = maps.take_along_dim(query[:, None, :, None], dim=2).take_along_dim(key[:, None, None, :], dim=3)
@@ -149,12 +152,12 @@ def attend(
     dropout: float,
     maps: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return multi-head attention within each row: [L, A], zero for rows without keys.
+    """Return the result of multi-head attention within each row: [L, A], zero for rows without keys.
 
     Args:
-        query: [N, heads, s, A/heads], packed by `queries`.
-        key, value: [N, heads, s', A/heads], packed by `keys`.
-        maps: the attention weights are appended to this list: [N, heads, s, s'].
+        query: [N, heads, s, A/heads], in the compact rows of `queries`.
+        key, value: [N, heads, s', A/heads], in the compact rows of `keys`.
+        maps: if given, the attention weights, [N, heads, s, s'], are appended to this list.
     """
     mask = keys.key_mask
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
@@ -165,7 +168,7 @@ def attend(
 
 
 class StreamLayer(nn.Module):
-    """The part of a layer that works on one stream: projections before attention, feed-forward after it."""
+    """The part of a layer that works on one stream: the projections before attention, and everything after it."""
 
     def __init__(self, size: StreamSize, attention_size: int, num_heads: int, dropout: float):
         super().__init__()
@@ -185,32 +188,32 @@ class StreamLayer(nn.Module):
         return self.dropout.p if self.training else 0.0
 
     def project(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of x [L, C], in one product: [N, heads, s, A/heads] each."""
+        """Return the queries, keys and values of x [L, C], computed by one product: each [N, heads, s, A/heads]."""
         parts = (self.query, self.key, self.value)
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         rows = packing.rows(F.linear(x, weight, bias))  # (N, s, 3 A)
         return rows.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-    def feed_forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output [L, C], given its input x [L, C] and the attention's result [L, A]."""
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output [L, C], given its input x [L, C] and the result of attention [L, A]."""
         x = self.attention_norm(x + self.dropout(self.attention_output(attended)))
         return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
 
 
 class SelfAttentionLayer(StreamLayer):
-    """A layer J, T or V, where elements attend to the real elements of their row, in both streams or in one."""
+    """A layer in which a row's elements attend to each other: both streams (J), the text (T) or the regions (V)."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
 
     def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
-        """Return the layer's output for x: [L, C] -> [L, C]. `maps` is as in `attend`."""
+        """Return the layer's output for x: [L, C] -> [L, C]. `maps` is that of `attend`."""
         attended = attend(*self.project(x, packing), packing, packing, self.attention_dropout, maps)
-        return self.feed_forward(x, attended)
+        return self.after_attention(x, attended)
 
 
 class CoAttentionLayer(nn.Module):
-    """A layer X, where words attend to the regions of their row while regions attend to the words (ViLBERT 2.2)."""
+    """A layer (X) in which words attend to the regions of their row, and regions to its words (ViLBERT 2.2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -221,12 +224,12 @@ class CoAttentionLayer(nn.Module):
     def forward(
         self, text: Tensor, regions: Tensor, text_pack: Packing, region_pack: Packing, maps: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return new text [L, C] and regions [L', C']. `maps` gets the words' attention weights, then the regions'."""
+        """Return text [L, C] and regions [L', C']. `maps` gets the words' attention weights, then the regions'."""
         rate = self.text.attention_dropout
         words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
         text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
         regions_attended = attend(boxes[0], *words[1:], region_pack, text_pack, rate, maps)
-        return self.text.feed_forward(text, text_attended), self.regions.feed_forward(regions, regions_attended)
+        return self.text.after_attention(text, text_attended), self.regions.after_attention(regions, regions_attended)
 
 
 def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAttentionLayer:
@@ -236,7 +239,7 @@ def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAtten
 
 
 class Encoder(nn.Module):
-    """The layers that `ModelConfig.layers` names."""
+    """The encoder: one layer for each letter of `ModelConfig.layers`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -252,46 +255,30 @@ class Encoder(nn.Module):
         """Return the streams after all layers, zero in the padding.
 
         Args:
-            attentions: each layer appends its attention maps to this list; X has two, of the text and of the regions.
+            attentions: each layer appends its attention map to this list; X appends two, the text's and the regions'.
             hidden_states: each layer appends its output to this list.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
-            streams = (self._run_joint if joint else self._run_separate)(streams, numbers, attentions, hidden_states)
+            streams = self._run(streams, joint, numbers, attentions, hidden_states)
         return streams
 
-    def _run_joint(
+    def _run(
         self,
         streams: Streams,
+        joint: bool,
         numbers: Iterable[int],
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Run consecutive layers J on the concatenated streams."""
-        x, mask, lengths = streams.joined()
-        packing = Packing.of(mask, lengths, compute_dtype(x))
-        packed = packing.pack(x)
-        for number in numbers:
-            maps = None if attentions is None else []
-            packed = self.layers[number](packed, packing, maps)
-            if attentions is not None and maps:
-                attentions.append(AttentionMap(number, "J", "both", "both", packing.widen(maps[0], packing)))
-            if hidden_states is not None:
-                hidden_states.append(_split_streams(packing.unpack(packed), streams))
-        return _split_streams(packing.unpack(packed), streams)
-
-    def _run_separate(
-        self,
-        streams: Streams,
-        numbers: Iterable[int],
-        attentions: list[AttentionMap] | None,
-        hidden_states: list[Streams] | None,
-    ) -> Streams:
-        """Run consecutive layers T, V and X on separate streams."""
-        packs = {
-            "text": Packing.of(streams.text_mask, streams.text_lengths, compute_dtype(streams.text)),
-            "regions": Packing.of(streams.region_mask, streams.region_lengths, compute_dtype(streams.regions)),
+        """Run consecutive layers: if `joint`, J on the concatenated streams, otherwise T, V and X on separate ones."""
+        padded: dict[Stream, tuple[Tensor, Tensor, Sequence[int]]] = {
+            "text": (streams.text, streams.text_mask, streams.text_lengths),
+            "regions": (streams.regions, streams.region_mask, streams.region_lengths),
         }
-        x = {name: packing.pack(getattr(streams, name)) for name, packing in packs.items()}
+        if joint:
+            padded = {"both": streams.joined()}
+        packs = {name: Packing.of(mask, lengths, compute_dtype(x)) for name, (x, mask, lengths) in padded.items()}
+        x = {name: packs[name].pack(values) for name, (values, _, _) in padded.items()}
         for number in numbers:
             letter, layer = self.letters[number], self.layers[number]
             maps = None if attentions is None else []
@@ -299,7 +286,7 @@ class Encoder(nn.Module):
                 x["text"], x["regions"] = layer(x["text"], x["regions"], packs["text"], packs["regions"], maps)
                 pairs: list[tuple[Stream, Stream]] = [("text", "regions"), ("regions", "text")]
             else:
-                name: Stream = "text" if letter == "T" else "regions"
+                name: Stream = _STREAM_OF[letter]
                 x[name] = layer(x[name], packs[name], maps)
                 pairs = [(name, name)]
             if attentions is not None and maps:
@@ -310,11 +297,9 @@ class Encoder(nn.Module):
         return _unpack_streams(x, packs, streams)
 
 
-def _split_streams(joined: Tensor, like: Streams) -> Streams:
-    """Undo `Streams.joined`, given [N, T + E, C]."""
-    text, regions = joined.split([like.text.shape[1], like.regions.shape[1]], dim=1)
-    return dataclasses.replace(like, text=text, regions=regions)
-
-
-def _unpack_streams(x: dict[str, Tensor], packs: dict[str, Packing], like: Streams) -> Streams:
-    return dataclasses.replace(like, **{name: packing.unpack(x[name]) for name, packing in packs.items()})
+def _unpack_streams(x: dict[Stream, Tensor], packs: dict[Stream, Packing], like: Streams) -> Streams:
+    padded = {name: packing.unpack(x[name]) for name, packing in packs.items()}
+    if "both" in padded:
+        sizes = [like.text.shape[1], like.regions.shape[1]]
+        padded["text"], padded["regions"] = padded.pop("both").split(sizes, dim=1)
+    return dataclasses.replace(like, **padded)

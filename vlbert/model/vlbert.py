@@ -15,16 +15,16 @@ from vlbert.model.layers import AttentionMap, Encoder, Streams
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The contextual vectors of a batch. Vectors of padding are meaningless; the batch has the masks.
+    """The contextual vectors of a batch. Vectors at padding are meaningless; the batch has the masks.
 
     Attributes:
         text: float [N, T, C].
-        regions: float [N, R, C'], where C' is C unless regions have another width.
+        regions: float [N, R, C'], where C' is C, or region_hidden_size if the config has one.
         appearance: float [K, D], appearance features of the real regions of all images, in image order.
-        attentions: if requested, the attention maps of each layer. VL-BERT's [END] is the last region. The task token
-            is left out, so weights of a query may sum to less than 1.
+        attentions: if requested, the attention maps of all layers. VL-BERT's [END] is the last region. The task token
+            is left out, so the weights of a query may sum to less than 1.
         hidden_states: if requested, text [N, T, C] and regions [N, R, C'] before the first layer and after each layer.
-            Padding is zero after a layer.
+            After a layer, padding is zero.
     """
 
     text: Tensor
@@ -61,9 +61,9 @@ class VLBert(nn.Module):
         the batch does not have.
 
         Args:
-            attentions: return the attention maps of all layers, too.
-            appearance: result of the method `appearance` for the same images, if it was computed before.
-            hidden_states: return the streams before the first layer and after each layer, too.
+            attentions: also return the attention maps of all layers.
+            appearance: result of the method `appearance` for the same images, if it has already been computed.
+            hidden_states: also return text and regions before the first layer and after each layer.
         """
         needed = batch.tokens.shape[1] + self.embedding.positions_behind_text
         if needed > self.config.max_positions:

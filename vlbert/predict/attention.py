@@ -23,27 +23,27 @@ _COLUMNS = 4  # of panels
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Attention of the words to the regions in one layer: weights float32 [A, T, R]."""
+    """The attention of words to regions in one layer: weights float32 [A, T, R]."""
 
     layer: int
     weights: np.ndarray
 
     @property
     def busiest(self) -> int:
-        """Number of the head with most attention to regions other than the whole image."""
+        """Index of the head that attends most to regions other than the whole image."""
         return int(self.weights[:, :, 1:].sum(2).mean(1).argmax())
 
     @property
     def strength(self) -> np.ndarray:
-        """Attention of the busiest head [T, R], rescaled to 0..1 over all heads (figure 3)."""
+        """Weights of the busiest head, [T, R], rescaled so that those of all heads range from 0 to 1 (figure 3)."""
         lowest, highest = self.weights.min(), self.weights.max()
         return (self.weights[self.busiest] - lowest) / max(highest - lowest, 1e-12)
 
 
 def make_maps(prediction: Prediction) -> list[Map]:
-    """Return the maps of the layers where words attend to regions (J and X), without padding.
+    """Return the maps of the layers in which words attend to regions (J and X), without padding.
 
-    Of several choices, the maps are those of the chosen one. Raises ValueError if the prediction has no attention maps.
+    With several choices, they are those of the chosen one. Raises ValueError if the prediction has no attention maps.
     """
     if prediction.batch is None or prediction.encoded is None or prediction.encoded.attentions is None:
         raise ValueError("the prediction has no attention maps: give a text, and attentions=True")
@@ -60,7 +60,7 @@ def make_maps(prediction: Prediction) -> list[Map]:
 
 
 def select_regions(maps: list[Map]) -> list[int]:
-    """Return the numbers of the regions that receive most attention from the drawn words and heads, sorted."""
+    """Return the sorted indices of the regions with most attention from the drawn words; 0 is the whole image."""
     received = np.max([layer.strength[:MAX_WORDS].max(0) for layer in maps], axis=0)
     return sorted(np.argsort(-received, kind="stable")[:MAX_REGIONS].tolist())
 
@@ -68,7 +68,7 @@ def select_regions(maps: list[Map]) -> list[int]:
 def draw_attention(prediction: Prediction) -> bytes:
     """Draw the image with its regions and, for each layer, a heat map of its busiest head. Returns a PNG.
 
-    The figure has only the regions with most attention, and the first words of a long text.
+    The figure shows only the regions with the most attention, and only the first words of a long text.
     """
     require("matplotlib", "the figure of attention", "attention")
     from matplotlib.figure import Figure  # unlike pyplot, it needs no display
@@ -96,7 +96,7 @@ def draw_attention(prediction: Prediction) -> bytes:
 
 
 def _draw_panel(axes: "Axes", layer: Map, words: list[str], regions: dict[int, str]) -> None:
-    """Draw the busiest head as a heat map: a row for each word, a column for each region (number -> name)."""
+    """Draw the busiest head as a heat map, with a row for each word and a column for each region {index: name}."""
     axes.imshow(layer.strength[: len(words), list(regions)], cmap="Blues", vmin=0, vmax=1)
     axes.set_aspect("auto")
     axes.set_title(f"layer {layer.layer}, head {layer.busiest}", fontsize=14)

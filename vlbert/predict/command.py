@@ -10,9 +10,9 @@
     vlbert predict CHECKPOINT photo.jpg --captions FILE       # or the captions of a file, one per line
     vlbert predict CHECKPOINT --serve                         # serves a page where you drop images
 
-CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model and its task's
-head. To rank, it must be of retrieval, or of a pre-training with the relationship head. The prediction is drawn into a
-file next to the image. More in docs/library.md.
+CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model and its
+task's head. Only checkpoints of retrieval, and of pre-training with the relationship head, can rank. The prediction is
+drawn into a file next to the image. More in docs/library.md.
 """
 
 import sys
@@ -67,7 +67,7 @@ class Options:
 
 
 def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
-    """Return the predictor of the command line, a Ranker for a checkpoint of retrieval."""
+    """Return the predictor that the command line asks for. It is a Ranker if the checkpoint is one of retrieval."""
     task = read_config_at(*find_checkpoint(options.checkpoint)).get("task")
     if task == RetrievalSettings.__name__:
         return Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
@@ -76,14 +76,14 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
 
 
 def _get_changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the checkpoint's recipe that the command line sets."""
+    """Return the fields of the checkpoint's recipe that the command line sets, with their values, by dotted name."""
     if not fields:
         return {}
     return named_fields(override(recipe_of(open_checkpoint(options.checkpoint, tensors=False)), fields), fields)
 
 
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
-    """Print and draw the prediction of the command line."""
+    """Print the prediction for the command line's image and text, and draw it into a file."""
     file = output_file(options)
     question = (options.text, options.choices, options.answer, options.mask_regions)
     prediction = open_predictor(options, fields)(options.inputs[0], *question, options.attention)
@@ -99,7 +99,7 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
 
 
 def output_file(options: Options) -> Path:
-    """Return the file to draw the prediction into. Raises ValueError if it is the image itself."""
+    """Return the file into which the prediction is drawn. Raises ValueError if it is the image itself."""
     kind = "answer" if options.text is not None or options.mask_regions else "regions"
     image = Path(options.inputs[0])
     out = options.out or image.with_name(f"{image.stem}-{kind}.png")
@@ -109,7 +109,7 @@ def output_file(options: Options) -> Path:
 
 
 def rank(options: Options, fields: Sequence[str]) -> None:
-    """Print the ranking of --among or --captions."""
+    """Print the images of --among, or the captions of --captions, with their probabilities, most likely first."""
     captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
     given = options.inputs[0]
@@ -119,7 +119,7 @@ def rank(options: Options, fields: Sequence[str]) -> None:
 
 
 def serve_page(options: Options, fields: Sequence[str]) -> None:
-    """Serve the page of --serve until Ctrl-C."""
+    """Serve a page for predictions, as --serve asks, until Ctrl-C."""
     for package in ("fastapi", "uvicorn"):
         require(package, "--serve", "serve")
     from vlbert.predict.page import serve  # here, because it needs these

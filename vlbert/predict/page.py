@@ -1,7 +1,7 @@
 """Serve the page of `vlbert predict CHECKPOINT --serve` to the browsers of this machine.
 
-It listens only on 127.0.0.1. Pages of other sites cannot use it: requests with another Host than this machine, and
-POSTs from another origin, are refused. A lock gives the model to one request at a time; others wait, up to a limit.
+The server listens only on 127.0.0.1. Pages of other sites cannot use it, because it refuses requests whose Host is not
+this machine, and POSTs from another origin. A lock gives the model to one request at a time. A few others may wait.
 """
 
 import base64
@@ -54,7 +54,7 @@ _HEADERS = {
 
 
 class Question(BaseModel):
-    """A request of the page: the id of an image, and the fields of its form. `captions` are to be ranked."""
+    """A request from the page: the id of an image, and the fields of the form. If there are `captions`, rank them."""
 
     image: str
     text: str = ""
@@ -66,7 +66,7 @@ class Question(BaseModel):
 
 
 def page_app(predictor: Predictor) -> FastAPI:
-    """Return the app that serves a predictor's page, and regions and answers to its script."""
+    """Return the app that serves a predictor's page, and the regions and answers that its script asks for."""
     samples: dict[str, Sample] = {}
     lock = threading.Lock()  # model, samples and matplotlib are used by one thread at a time
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # FastAPI's own pages load files from other sites
@@ -78,7 +78,7 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.get("/", response_class=HTMLResponse)
     def html() -> str:
-        """Return the page. Its script has a nonce, so that no other script runs."""
+        """Return the page. Its script has a nonce, so that the browser runs no other script."""
         task, metadata = predictor.recipe.task, predictor.detector.metadata
         values = {
             "nonce": secrets.token_urlsafe(16),
@@ -93,7 +93,7 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.post("/regions")
     def regions(data: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        """Return the image as it would be stored, and its regions."""
+        """Return the uploaded image as it would be stored, with an id and its regions."""
         with lock:
             sample = predictor.detect(data)
             named = zip(sample.require_regions().boxes, predictor(sample).names, strict=True)
@@ -106,15 +106,15 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.post("/answer")
     def answer(question: Question) -> dict[str, Any]:
-        """Return the answer to a question; for captions, the one that fits best, and the ranking."""
+        """Return the answer to a question or, given captions, the one that fits best and their ranking."""
         with lock:
             sample = samples.get(question.image)
             if sample is None:
-                raise HTTPException(410, "this image is no longer stored: drop it once more")
+                raise HTTPException(410, "this image is no longer stored: drop it again")
             ranking, text = [], question.text if question.text.strip() else None
             if question.captions:
                 if not isinstance(predictor, Ranker):
-                    raise ValueError("this checkpoint ranks no captions; serve a checkpoint of retrieval")
+                    raise ValueError("this checkpoint cannot rank captions; serve one of retrieval")
                 ranking = predictor.captions(sample, question.captions)
                 text = ranking[0][0]
             elif text is None and not question.mask_regions:
@@ -140,7 +140,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Refuse POSTs from pages of other sites, and add headers. Browsers send the origin of a POST."""
+    """Refuse POSTs from pages of other sites (browsers send the origin), and add security headers to all responses."""
     origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
     own = f"http://{request.headers.get('Host')}".lower()
     if request.method != "GET" and ((origin or own).lower() != own or site not in ("same-origin", "none")):

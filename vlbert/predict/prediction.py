@@ -1,4 +1,4 @@
-"""A prediction about one image, as text and as a drawing."""
+"""A prediction for one image, as text and as a drawing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ SIDE = 800  # pixels of the longer side of a drawing
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """A model's prediction about one image.
+    """A model's prediction for one image.
 
     Attributes:
         sample: The image as it would be stored, with its regions.
-        names: Number of each region, from 1, with its class if the detector has names.
-        row: The task's prediction (Task.predictions in vlbert/tasks/base.py); None: there are only regions.
-        tokens: Tokens of each row of the batch, with special tokens.
-        encoded: The encoder's output, one row or one for each choice, with attention maps if requested.
+        names: Name of each region: its number, from 1, and its class if the detector has class names.
+        row: The task's prediction (Task.predictions in vlbert/tasks/base.py); None if there are only regions.
+        tokens: Tokens of each row of `batch`, with special tokens. A row is a choice, or the only text.
+        batch, encoded: The model's input, and the encoder's output for it, with attention maps if requested.
     """
 
     sample: Sample
@@ -35,16 +35,16 @@ class Prediction:
 
     @property
     def answer(self) -> str:
-        """The model's answer; "" without a question."""
+        """The model's answer; "" if there are only regions."""
         return self.row["answer"] if self.row else ""
 
     @property
     def chosen(self) -> int:
-        """Index of the batch's row that the answer comes from: the row of the chosen choice, or 0."""
+        """Index of the batch's row from which the answer comes: the row of the chosen choice, or 0 without choices."""
         return int(np.argmax(self.row["probabilities"])) if self.row and len(self.tokens) > 1 else 0
 
     def lines(self) -> list[tuple[str, float | None]]:
-        """Return the lines to print, question and answers, each with its probability or None."""
+        """Return the lines to print, such as question and answers, each with its probability, or None without one."""
         if self.row is None:
             return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
         row = self.row
@@ -65,7 +65,7 @@ class Prediction:
         return lines
 
     def draw(self) -> Image.Image:
-        """Draw the image with the boxes of the answer or, without a question, with all regions."""
+        """Draw the image with the boxes of the answer or, if there is none, with all regions."""
         if self.row is None:
             boxes = zip(self.sample.require_regions().boxes, range(1, len(self.names) + 1), self.names, strict=True)
         else:
@@ -75,5 +75,5 @@ class Prediction:
 
 
 def class_name(number: int, classes: Sequence[str] | None) -> str:
-    """Return the name of a detector's class, or its number if the detector has no names; class 0 is the background."""
+    """Return the name of a detector's class, or "class N" if the detector has no names. Class 0 is the background."""
     return "background" if number == 0 else classes[number - 1] if classes else f"class {number}"

@@ -1,4 +1,4 @@
-"""Predict from an image file, with a checkpoint and its detector in one process."""
+"""Predictions for your own images, with a checkpoint and its detector in one process."""
 
 import functools
 import warnings
@@ -34,9 +34,9 @@ class Predictor:
     Raises ValueError if the checkpoint cannot be loaded.
 
     Args:
-        detector: Weight file, if the training's is not found.
-        changes: Dotted fields of the checkpoint's recipe with new values, such as {"task.folder": "vqa"}.
-        recipe: The checkpoint's recipe, for a task that this package does not know.
+        detector: The detector's weight file, if it is neither in the checkpoint nor at the path recorded in training.
+        changes: New values for fields of the checkpoint's recipe, such as {"task.folder": "vqa"}.
+        recipe: The checkpoint's recipe, needed only for a task that this package does not have.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Predictor:
 
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
-        """The detector whose regions the checkpoint was trained on, rebuilt from its description."""
+        """The detector whose regions the model was trained on, rebuilt from its description in the checkpoint."""
         saved = Path(self.checkpoint.folder.uri_of(DETECTOR))
         file = self._detector_file or (saved if saved.is_file() else None)
         return load_detector(self.checkpoint.config, self.checkpoint.uri, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
-        """Return an image as a stored sample, with its regions."""
+        """Return the image as a sample, as it would be stored, with the regions that the detector finds."""
         return detect_regions(read_image(image), self.detector)
 
     def __call__(
@@ -73,9 +73,9 @@ class Predictor:
     ) -> Prediction:
         """Return the model's prediction for a text about an image, or about a sample that `detect` returned.
 
-        `choices`, `answer` and `mask_regions` are for tasks that use them. Without a text and regions to mask, the
-        prediction has only the regions. Raises ValueError if the image cannot be read, or if the task does not take an
-        argument.
+        `choices`, `answer` and `mask_regions` are for tasks that use them. If neither a text nor `mask_regions` is
+        given, the prediction has only the regions. Raises ValueError if the image cannot be read, or if the task does
+        not take an argument.
         """
         if text is None and (choices or answer):
             raise ValueError("choices and answers belong to a question; give a text")
@@ -101,7 +101,7 @@ class Predictor:
         return Prediction(sample, names, add_class_names(row, names, classes), batch, tokens, encoded)
 
     def make_batch(self, sample: Sample, annotation: Any) -> Batch:
-        """Make a batch of one example from a sample with regions and an annotation of `task.annotation_for`."""
+        """Make a batch of one example from a sample with regions, and an annotation from `task.annotation_for`."""
         prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
         return collate([self.task.example(sample, prepared, annotation, np.random.default_rng(0))])
 
@@ -112,8 +112,8 @@ class Predictor:
 def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
     """Load the detector whose regions a model was trained on or, if none is recorded, the detector of `file`.
 
-    `config` is the model's config.json, and `source` its name in errors. `file` has the detector's weights; None: those
-    that the model's Fast R-CNN started from, if they are the same.
+    `config` is the model's config.json, and `source` names the model in errors. `file` has the detector's weights. If
+    it is None, the weights from which the model's Fast R-CNN started are used, if they are the detector's.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
@@ -127,7 +127,7 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
 
 
 def find_detector_weights(config: dict) -> str | None:
-    """Return the weight file that a model's Fast R-CNN started from, directly or through earlier runs."""
+    """Return the weight file from which a model's Fast R-CNN started, in this or an earlier run; None if unknown."""
     weights, init_from = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
     if weights or not init_from:
         return weights
@@ -138,7 +138,7 @@ def find_detector_weights(config: dict) -> str | None:
 
 
 def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
-    """Return the sample with the detector's regions. Raises ValueError if it finds none."""
+    """Return the sample with the regions that the detector finds. Raises ValueError if it finds none."""
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):
         raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
@@ -151,13 +151,13 @@ def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
 
 
 def name_regions(regions: Regions, classes: Sequence[str] | None) -> list[str]:
-    """Return the number of each region, from 1, with its class if the detector has names."""
+    """Return a name for each region: its number, from 1, and its class if `classes` has the detector's class names."""
     labels = (regions.labels_background_first() - 1).tolist()
     return [f"{number} {classes[label]}" if classes else str(number) for number, label in enumerate(labels, 1)]
 
 
 def add_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | None) -> dict:
-    """Return a row with the detector's class names for its ranked, drawn and masked regions."""
+    """Return a task's prediction `row` with class names added to its ranked, drawn and masked regions."""
     numbers = {entry["answer"]: entry["region"] for entry in row["ranking"] if entry.get("region")}
     name_of = {answer: names[number - 1] for answer, number in numbers.items()} if classes else {}
     boxes = [{"region": numbers.get(box["name"], 0)} | box for box in row["boxes"]]

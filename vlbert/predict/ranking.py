@@ -21,13 +21,13 @@ Ranking = list[tuple[str, float]]  # image or caption, and the probability that 
 
 
 class Ranker(Predictor):
-    """A predictor that ranks. The checkpoint is of retrieval, or of a pre-training with the relationship head.
+    """A predictor that ranks images or captions.
 
         ranker = Ranker("vl-root/runs/finetune_retrieval_base")
         ranker.images("photos", "a red circle")                 # [("IMG_3.jpg", 0.91), ...]
         ranker.captions("photo.jpg", ["a red circle", "a blue star"])
 
-    Raises ValueError for other checkpoints.
+    Raises ValueError if the checkpoint is neither of retrieval nor of pre-training with the relationship head.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Ranker(Predictor):
         if not isinstance(self.task, Retrieval):
             raise ValueError(
                 f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, give one of "
-                "retrieval, or of a pre-training with the relationship head"
+                "retrieval, or of pre-training with the relationship head"
             )
 
     def images(self, folder: str | Path, text: str) -> Ranking:
-        """Rank the image files of a folder, without subfolders, by how well they fit the text. Returns file names.
+        """Rank the image files of a folder (not of its subfolders) by how well they fit the text. Returns file names.
 
         A warning gives the reason for each file that is skipped. Raises OSError if there is no such folder, and
         ValueError if none of its files can be ranked.
@@ -81,9 +81,9 @@ class Ranker(Predictor):
 
 
 def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
-    """Make a retrieval recipe from the config.json of a pre-trained model; None for a checkpoint of another task.
+    """Make a recipe for retrieval with a pre-trained model, given its config.json; None for a model of another task.
 
-    It reads texts and regions as in the pre-training.
+    The recipe limits the length of captions and the number of regions as in pre-training.
     """
     if config.get("task") != PretrainingSettings.__name__:
         return None

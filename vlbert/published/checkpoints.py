@@ -1,6 +1,6 @@
-"""Base class of the authors' checkpoints.
+"""The base class for checkpoints of VL-BERT's and ViLBERT's authors.
 
-vlbert.py and vilbert.py map the keys of their files to our tensors; convert.py reads and writes the files.
+vlbert.py and vilbert.py map the keys of the authors' files to our tensors. convert.py reads and writes the files.
 """
 
 import re
@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from vlbert.config import ModelConfig
+from vlbert.model.heads import Pooler
 from vlbert.model.vlbert import VLBert
+from vlbert.tasks import make_task
+from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
+from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 COUNTER = ".num_batches_tracked"  # unused in frozen norms
 CLASSES = 1601  # classes of the Visual Genome detector, background first
@@ -23,10 +27,10 @@ Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 
 @dataclass(frozen=True)
 class Hints:
-    """Facts about a file that its tensors do not show, given by the user."""
+    """Properties of a file's model that its tensors do not show, given by the user."""
 
     num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
-    task: str | None = None  # of a fine-tuned ViLBERT: take heads of vqa, vcr, refcoco, retrieval or pretraining
+    task: str | None = None  # of a fine-tuned ViLBERT: take the heads of vqa, vcr, refcoco, retrieval or pretraining
     task_token: int | None = None  # the task's row in the table of task tokens, if the file has one
 
 
@@ -35,7 +39,7 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True)
 class Published(ABC):
-    """The model in a file of the authors."""
+    """The model in a checkpoint file of the authors, with the file's names for our tensors."""
 
     task: Any  # settings of the task; None: a model without heads
     model: ModelConfig
@@ -50,16 +54,16 @@ class Published(ABC):
 
     @property
     def hints(self) -> Hints:
-        """The hints with which `from_shapes` infers this model."""
+        """The hints from which `from_shapes` would infer this model."""
         return Hints((self.model.num_heads,))
 
     @staticmethod
     @abstractmethod
     def plain_name(key: str) -> str:
-        """Return a key without wrappers' prefixes, and with the names of the latest version of their code."""
+        """Return a key's plain name: without prefixes of wrappers, and as the authors' latest code names it."""
 
     def in_file(self, name: str) -> str:
-        """Return the key under which their code saves a plain name."""
+        """Return the key under which the authors' code would save the tensor with this plain name."""
         return name
 
     @classmethod
@@ -67,27 +71,34 @@ class Published(ABC):
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "Published":
         """Infer the model from its tensors' shapes. Raises ValueError if it is not of this kind."""
 
-    @abstractmethod
     def head(self) -> nn.Module:
-        """Make a new head of the task."""
+        """Make a new head for the task, a module of this package."""
+        if self.task is None:
+            return nn.ModuleDict({"pooler": Pooler(self.model)})
+        if isinstance(self.task, PretrainingSettings):
+            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
+        if isinstance(self.task, VCRSettings):
+            return VCRHead(self.model, self.task)
+        no_words: Any = None  # heads of other tasks need no vocabulary
+        return make_task(self.task, no_words, self.num_classes).head(self.model)
 
     @abstractmethod
     def entries(self) -> list[dict]:
-        """Return an entry for each plain name in a float32 file (see vlbert.published.convert.convert).
+        """Return an entry (see vlbert.published.convert.convert) for each plain name that a float32 file has.
 
-        Raises ValueError if their code has no counterpart of one of our tensors.
+        Raises ValueError if the authors' code has no counterpart of one of our tensors.
         """
 
     @staticmethod
     def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
-        """Make the entries of our tensors, given the plain name of each in their file."""
+        """Make entries from {our name: plain name}. Raises ValueError if a plain name is None (no counterpart)."""
         if unknown := [name for name, key in theirs.items() if key is None]:
             raise ValueError(f"their code has no such model: it lacks {unknown[0]}")
         return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
 
     @cached_property
     def skeleton(self) -> dict[str, Tensor]:
-        """Our tensors of this model, on the meta device."""
+        """The model's tensors by our names, on the meta device, so that they have a shape but no data."""
         with torch.device("meta"):
             parts = {"vlbert": VLBert(self.model, self.vocab_size), "head": self.head()}
         states = {part: module.state_dict() for part, module in parts.items()}
@@ -96,19 +107,19 @@ class Published(ABC):
 
     @classmethod
     def matrix(cls, shapes: Shapes, name: str) -> tuple[int, int]:
-        """Return the shape of a matrix that all their files have. Raises ValueError if it is missing or no matrix."""
+        """Return the shape of a matrix that every file has. Raises ValueError if it is missing or not a matrix."""
         if name not in shapes:
-            raise ValueError(f"it has no {name}, so it is no {cls.kind} of the authors, or an incomplete one")
+            raise ValueError(f"it has no {name}, so it is not a {cls.kind} of the authors, or is incomplete")
         if len(shapes[name]) != 2:
             raise ValueError(f"its {name} is {shapes[name]} and should be a matrix")
         return shapes[name][0], shapes[name][1]
 
 
 def has_any(shapes: Iterable[str], prefix: str | tuple[str, ...]) -> bool:
-    """Return True if a name starts with the prefix, or with one of them."""
+    """Return True if any name starts with the prefix, or with one of several prefixes."""
     return any(name.startswith(prefix) for name in shapes)
 
 
 def count(shapes: Iterable[str], pattern: str) -> int:
-    """Count the different numbers that the pattern's group matches."""
+    """Count the distinct matches of the pattern's group in all names, for example the numbers of layers."""
     return len({match.group(1) for match in (re.match(pattern, name) for name in shapes) if match})

@@ -6,7 +6,7 @@
 
 The keys of a file show which model it is. OUT is a model's folder (docs/formats.md): `VLBertModel.from_pretrained(OUT)`
 and `--init_from OUT` read it. Its published.json records what each key of the file became, and published.safetensors
-has the tensors without a counterpart here. With them, converting back is exact to the bit.
+has the tensors without a counterpart here. With them, converting back gives bit-identical tensors.
 """
 
 import json
@@ -40,7 +40,7 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
 
     An entry has `theirs` (the key), `dtype`, and either `ours` (our name, which keys of equal tensors share) or `kept`
     (the shape of a tensor without a counterpart, which is stored separately). Tensors that the file lacks and its task
-    does not read are zeros. Raises ValueError with the keys that are unexpected, missing or wrong.
+    does not read are zeros. Raises ValueError if a key is unexpected or missing, or its tensor is invalid.
     """
     wanted, expected = published.skeleton, {entry["theirs"]: entry for entry in published.entries()}
     times = Counter(map(published.plain_name, theirs))
@@ -67,7 +67,7 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
 
 
 def _find_problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
-    """Return what is wrong with a tensor, given its entry and the tensors converted so far; "" if it is valid."""
+    """Return what is wrong with a tensor, given its entry and the tensors converted so far, or "" if it is valid."""
     if not entry:
         return "no model of this kind has it"
     shape = entry["kept"] if "kept" in entry else list(wanted[entry["ours"]].shape)
@@ -79,7 +79,7 @@ def _find_problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor],
     if not tensor.isfinite().all():
         return "it holds NaN or infinity"
     before = tensors.get(entry.get("ours", ""))
-    return "" if before is None or torch.equal(before, tensor.float()) else "it differs from its copy: damaged"
+    return "" if before is None or torch.equal(before, tensor.float()) else "it differs from its copy (damaged file)"
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -90,7 +90,7 @@ def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[di
     """Convert our tensors back to the authors', with the keys and dtypes of the report.
 
     `kept` has the tensors without a counterpart, by key; missing ones become zeros. Raises ValueError if the report was
-    made of other tensors.
+    made from other tensors.
     """
     restored: dict[str, Tensor] = {}
     converted: dict[tuple[str, str], Tensor] = {}  # keys of equal tensors share memory, and are stored once
@@ -155,9 +155,9 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
 
 
 def to_theirs(folder: Path, file: Path) -> list[dict]:
-    """Convert a model's folder to a file of the authors, and return the report.
+    """Convert a model's folder to a file for the authors' code, and return the report.
 
-    A file that was converted comes back bit-equal. Raises ValueError if the authors' code has no such model.
+    A folder made by `to_ours` gives bit-identical tensors. Raises ValueError if the authors' code has no such model.
     """
     if file.exists():
         raise ValueError(f"{file} already exists; give a new name")
@@ -182,7 +182,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
 
 
 def _to_published(saved: Checkpoint, folder: Path) -> Published:
-    """Return the authors' file that this model would be. Raises ValueError if their code has no such task."""
+    """Return the description of the authors' file for this model. Raises ValueError if their code has no such task."""
     config, uri = saved.config, f"{folder}/{CONFIG}"
     kinds = {kind.__name__: kind for kind in TASKS.values()}
     vilbert = saved.model_config.embedding == "separate"
@@ -191,11 +191,11 @@ def _to_published(saved: Checkpoint, folder: Path) -> Published:
     if config.get("task") not in kinds:
         raise ValueError(f"{uri} names no task, but every file of the authors has one; convert a run's checkpoint")
     task = from_json(kinds[config["task"]], saved.task_settings, uri)
-    if not vilbert and isinstance(task, RetrievalSettings):
+    if vilbert:
+        return PublishedViLBert(task, saved.model_config, saved.vocab_size, saved.num_classes)
+    if isinstance(task, RetrievalSettings):
         raise ValueError(f"{uri} is of a VL-BERT for retrieval, which the authors' code does not have")
-    if not vilbert:
-        return PublishedVLBert(task, saved.model_config, saved.vocab_size)
-    return PublishedViLBert(task, saved.model_config, saved.vocab_size, saved.num_classes)
+    return PublishedVLBert(task, saved.model_config, saved.vocab_size)
 
 
 def _check_supported(published: Published, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -222,11 +222,11 @@ def convert_checkpoint(
 
     Args:
         source: a file of the authors, or a model's folder
-        out: a new folder for a file, a new file for a folder
+        out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: attention heads, if theirs have not 64 channels; for a ViLBERT those of text, regions, co-attention
-        task: for a fine-tuned ViLBERT: the task whose heads to take
-        task_token: for 12-in-1: the task's row in its table, from 0
+        num_heads: number of attention heads, if not the published one; for a ViLBERT: text, regions, co-attention
+        task: for a fine-tuned ViLBERT: the task whose heads to convert
+        task_token: for 12-in-1: the task's row in the table of task tokens, from 0
     """
     if source.is_dir():
         report = to_theirs(source, out)

@@ -1,20 +1,17 @@
-"""Checkpoints of ViLBERT's authors: the models in their files, and our tensor for each key.
+"""Checkpoints of ViLBERT's authors: which model a file holds, and the name of our tensor for each key.
 
-Both of their programs are supported: `paper` (jiasenlu/vilbert_beta) and `multi_task`
+Files of both of their programs are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
 (facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The single-stream
-baseline of the first has layers J.
+baseline of the paper has layers J.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from torch import nn
-
 from detectors.resnet import ResNetConfig
 from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
-from vlbert.model.heads import Pooler
 from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.recipes.vilbert import (
     finetune_refcoco_vilbert,
@@ -23,11 +20,10 @@ from vlbert.recipes.vilbert import (
     finetune_vqa_vilbert,
     pretrain_vilbert,
 )
-from vlbert.tasks import task_of
-from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
+from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
-from vlbert.tasks.vcr import VCRHead, VCRSettings
+from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import OTHER_TOKENS, VQASettings
 
 TEXT_HEAD, REGION_HEAD = 64, 128  # channels of an attention head: of the text, and of regions and co-attention
@@ -117,7 +113,7 @@ TASKS = {
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
-    """Yield (their name, our name) of each module of an encoder. They count the layers of each kind separately."""
+    """Yield (their name, our name) for each module of an encoder. The authors number each kind of layer separately."""
     counts = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
     for number, letter in enumerate(layers):
         kind, parts = _PARTS[letter]
@@ -127,7 +123,7 @@ def layer_names(layers: str) -> Iterator[tuple[str, str]]:
 
 
 def map_names(layers: str) -> dict[str, str]:
-    """Return their name -> our name of the parameters of the encoder and of the pre-training heads."""
+    """Return {their name: our name} for the parameters of the embedding, the encoder and the pre-training heads."""
     regions, of_streams = _ONE_STREAM if "J" in layers else _TWO_STREAMS
     modules = dict(layer_names(layers))
     modules |= {theirs: f"vlbert.embedding.{ours}" for theirs, ours in _TEXT.items()}
@@ -138,7 +134,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return their name -> our name of the parameters of a fine-tuned task's classifier."""
+    """Return {their name: our name} for the parameters of a fine-tuned task's classifier; {} if they have none."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))
@@ -157,7 +153,7 @@ def map_task_names(task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PublishedViLBert(Published):
-    """The model in a file of ViLBERT's authors: with the heads of one task, without heads, or of a single stream."""
+    """The model in a file of ViLBERT's authors, or their single-stream baseline, with the heads of one task or none."""
 
     other_heads: Shapes = field(default_factory=dict)  # of other tasks, in a fine-tuned file
 
@@ -176,19 +172,19 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, in the current form.
+        """Return a key without the prefixes of training wrappers, and with the names of the latest files.
 
-        Older LayerNorms have gamma and beta instead of weight and bias. An encoder saved alone lacks the prefix bert.
+        Older LayerNorms have gamma and beta instead of weight and bias. An encoder without heads lacks the prefix bert.
         """
         name = strip_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """Infer the model from shapes, with the published values of what they do not show.
+        """Infer the model from its tensors' shapes, with published values for settings that shapes do not show.
 
-        These are the order of layers (co-attention starts with the last text layers, and a text and a region layer
-        follow each) and, without `hints`, heads of 64 channels for text and 128 for regions and co-attention.
+        These are the order of layers (see `_infer_layers`) and, without `hints`, 64 channels per attention head of the
+        text, and 128 per head of regions and co-attention.
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)
@@ -207,16 +203,6 @@ class PublishedViLBert(Published):
         heads = {key: shape for key, shape in shapes.items() if key in own or key.startswith(_TASK_HEADS)}
         return replace(published, other_heads={key: shape for key, shape in heads.items() if key not in read})
 
-    def head(self) -> nn.Module:
-        if self.task is None:
-            return nn.ModuleDict({"pooler": Pooler(self.model)})
-        if isinstance(self.task, PretrainingSettings):
-            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
-        if isinstance(self.task, VCRSettings):
-            return VCRHead(self.model, self.task)
-        no_words: Any = None  # their heads need no vocabulary
-        return task_of(self.task)(self.task, no_words, self.num_classes).head(self.model)
-
     def entries(self) -> list[dict]:
         theirs = {name: key for key, name in (map_names(self.model.layers) | map_task_names(self.task)).items()}
         entries = self.make_entries({name: theirs.get(name) for name in self.skeleton})
@@ -226,26 +212,24 @@ class PublishedViLBert(Published):
         return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
 
     def _unused_layers(self) -> Shapes:
-        """Return key -> shape of the layers in co-attention that their code never uses."""
+        """Return {key: shape} for the linear layers in co-attention that the authors' code never uses."""
         inputs = self.model.coattention.hidden_size
         widths = zip(_UNUSED, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
-        modules = {
-            f"bert.encoder.c_layer.{number}.biOutput.{name}": width
+        return {
+            f"bert.encoder.c_layer.{number}.biOutput.{name}.{kind}": shape
             for name, width in widths
             for number in range(self.model.layers.count("X"))
-        }
-        return {f"{name}.weight": (width, inputs) for name, width in modules.items()} | {
-            f"{name}.bias": (width,) for name, width in modules.items()
+            for kind, shape in (("weight", (width, inputs)), ("bias", (width,)))
         }
 
 
 def is_vilbert(shapes: Iterable[str]) -> bool:
-    """Return True if these plain names are of a ViLBERT, or of its single-stream baseline."""
+    """Return True if these plain names are those of a ViLBERT or of its single-stream baseline."""
     return has_any(shapes, (f"{_ONE_STREAM[0]}.", f"{_TWO_STREAMS[0]}.", "bert.encoder.c_layer."))
 
 
 def _infer_task(shapes: Shapes, hints: Hints, positions: int) -> Any:
-    """Infer the settings of a fine-tuned file's task."""
+    """Infer a fine-tuned model's task settings. Raises ValueError if neither shapes nor hints show the task."""
     multi_task = has_any(shapes, "vil_prediction.logit_fc.")
     last = "vil_prediction.logit_fc.3.weight" if multi_task else "vil_prediction.main.3.weight_v"
     several = shapes.get(last, (1,))[:1] != (1,)
@@ -285,7 +269,7 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
             "pooler": "product",
         }
     if hints.num_heads and len(hints.num_heads) != len(sizes):
-        raise ValueError(f"num_heads needs one number for each of {', '.join(sizes)}; given are {len(hints.num_heads)}")
+        raise ValueError(f"num_heads needs one number for each of {', '.join(sizes)}; {len(hints.num_heads)} are given")
     if "bert.embeddings.task_embeddings.weight" not in shapes:
         if hints.task_token is not None:
             raise ValueError("it has no table of task tokens: give no task token")
@@ -315,7 +299,7 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
 
 
 def _infer_layers(shapes: Shapes, one_stream: bool) -> str:
-    """Infer ModelConfig.layers, in the published order (co-attention with the last text layers)."""
+    """Infer ModelConfig.layers, assuming the published order: "T" for the first text layers, then "XTV" repeated."""
     text, regions, both = (
         count(shapes, rf"bert\.encoder\.{kind}\.(\d+)\.") for kind in ("layer", "v_layer", "c_layer")
     )
@@ -323,7 +307,7 @@ def _infer_layers(shapes: Shapes, one_stream: bool) -> str:
         return "J" * text
     if regions != both or both > text:
         raise ValueError(
-            f"it has {text} layers of text, {regions} of regions and {both} of co-attention; published models have as "
-            "many of regions as of co-attention, and no fewer of text"
+            f"it has {text} text, {regions} region and {both} co-attention layers; in published models, the last two "
+            "numbers are equal, and the first is not less"
         )
     return "T" * (text - both) + "XTV" * both

@@ -1,20 +1,17 @@
-"""Checkpoints of VL-BERT's authors: the models in their files, and our tensor for each key."""
+"""Checkpoints of VL-BERT's authors: which model a file holds, and the name of our tensor for each key."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-
-from torch import nn
 
 from detectors.resnet import ResNetConfig
 from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
 from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, Shapes, count, has_any
-from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
-from vlbert.tasks.vcr import VCRHead, VCRSettings
-from vlbert.tasks.vqa import OTHER_TOKENS, VQA, VQASettings
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import OTHER_TOKENS, VQASettings
 
 HEAD_CHANNELS = 64  # channels of an attention head in every BERT
 
@@ -116,25 +113,25 @@ class PublishedVLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, and of VCR's wrapper for four choices (_module.)."""
+        """Return a key without the prefixes of training wrappers and of VCR's wrapper for four choices ("_module.")."""
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """Return the key of a plain name in a file: VCR wraps the core in a module for its four choices."""
+        """Return a plain name's key in a file. In VCR, a wrapper for the four choices adds "_module."."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model from shapes, with the published values of what they do not show.
+        """Infer the model from its tensors' shapes, with published values for settings that shapes do not show.
 
         These are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
-        convolutions, a dilated res5, the padding of images, and VCR's sigmoid, images of 600/1200 pixels and subtask.
+        convolutions, a dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
-            raise ValueError(f"it is a VL-BERT, which has one number of heads; given are {len(hints.num_heads)}")
+            raise ValueError(f"it is a VL-BERT, so num_heads must be one number; {len(hints.num_heads)} are given")
         if hints.task or hints.task_token is not None:
-            raise ValueError("it is a VL-BERT, whose tensors show its task: give no task and no task token")
+            raise ValueError("it is a VL-BERT, whose tensors show its task: give neither a task nor a task token")
         vocab_size, hidden_size = cls.matrix(shapes, _WORDS)
         task = _infer_task(shapes)
         visual, _ = cls.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
@@ -151,17 +148,8 @@ class PublishedVLBert(Published):
         )
         return cls(task, model, vocab_size)
 
-    def head(self) -> nn.Module:
-        if isinstance(self.task, PretrainingSettings):
-            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
-        if isinstance(self.task, VCRSettings):
-            return VCRHead(self.model, self.task)
-        task = VQA if isinstance(self.task, VQASettings) else RefCOCO
-        no_words: Any = None  # their heads need no vocabulary
-        return task(self.task, no_words, 0).head(self.model)
-
     def prefix_pairs(self) -> list[tuple[str, str]]:
-        """Return (their prefix, our prefix) for all tensors of the model."""
+        """Return pairs of prefixes, (theirs, ours), for the names of all tensors of the model."""
         if isinstance(self.task, PretrainingSettings):
             return _CORE + _PRETRAINING
         if isinstance(self.task, VCRSettings):
@@ -171,11 +159,11 @@ class PublishedVLBert(Published):
         return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
 
     def entries(self) -> list[dict]:
-        """Return the entries. They have the visual embedding of text-only rows, which may be missing in a file."""
+        """Return the entries, including that of the visual embedding of text-only rows, which a file may lack."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
-        rename = _make_renamer([(ours, theirs) for theirs, ours in self.prefix_pairs()])
-        entries = self.make_entries({name: rename(name) for name in self.skeleton if name not in unread})
+        pairs = self.prefix_pairs()
+        entries = self.make_entries({name: _rename(name, pairs) for name in self.skeleton if name not in unread})
         norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
         entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "kept": []} for norm in norms]
         for alias, name in _ALIASES.items():
@@ -184,21 +172,16 @@ class PublishedVLBert(Published):
         return entries
 
 
-def _make_renamer(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
-    patterns = [(re.compile("^" + re.escape(old).replace(r"\{\}", r"(\d+)")), new) for old, new in pairs]
-
-    def rename(name: str) -> str | None:
-        for pattern, new in patterns:
-            match = pattern.match(name)
-            if match:
-                return new.format(*match.groups()) + name[match.end() :]
-        return None
-
-    return rename
+def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
+    """Return our name with its prefix replaced by theirs; None if the name has none of our prefixes."""
+    for theirs, ours in pairs:
+        if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
+            return theirs.format(*match.groups()) + name[match.end() :]
+    return None
 
 
 def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
-    """Infer the source of the model's appearance features."""
+    """Infer the settings of the regions: those of the Fast R-CNN if the file has one, or precomputed features."""
     _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
@@ -217,7 +200,7 @@ def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
 
 
 def _infer_task(shapes: Shapes) -> Any:
-    """Infer the settings of the task from its tensors."""
+    """Infer the task's settings from the shapes of its tensors."""
     if has_any(shapes, "vlbert.mlm_head."):
         return PretrainingSettings(relationship=has_any(shapes, "vlbert.relationsip_head."))
     if not has_any(shapes, "final_mlp."):
