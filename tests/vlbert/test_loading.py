@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from loaded import ALONE, CPU, rows_in_order, training_data
-from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_root, tiny_sample
+from loaded import CPU, rows_in_order, training_data
+from tiny import TINY_MODEL, tiny_root
 
-from storage.object_store import open_store
 from storage.order import shuffled
 from training.distributed import World
 from training.loading import batches
@@ -14,9 +13,6 @@ from vlbert.config import DataConfig
 from vlbert.data.batch import Batch
 from vlbert.data.loading import ValidationData, check_shares
 from vlbert.data.order import CAPTIONS
-from vlbert.data.samples import open_samples, region_stage
-
-STAGE = f"regions/{DETECTOR}"
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +30,22 @@ def test_the_order_of_an_epoch_never_changes():
     assert shuffled(np.arange(12), 0, CAPTIONS, 0, 12).tolist() == [7, 0, 6, 10, 1, 3, 11, 4, 2, 8, 5, 9]
 
 
-def test_masks_differ_between_epochs_and_not_between_runs(root):
+def test_workers_change_nothing_and_masks_differ_between_epochs(root):
     data = training_data(root)
-    first = {key: row for step in range(3) for key, row in rows_of(data[step][0]).items()}
-    again = {key: row for step in range(3) for key, row in rows_of(training_data(root)[step][0]).items()}
-    assert first == again
-    later = {key: row for step in range(3, 5) for key, row in rows_of(data[step][0]).items()}
-    differing = [key for key in later if key in first and later[key][1] != first[key][1]]
-    assert len(differing) > 5
-
-
-def test_workers_change_nothing_and_keep_the_order(root):
-    data = training_data(root)
-    alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
-    with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
-    assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
+    steps = [rows_of(data[step][0]) for step in range(5)]
+    for workers in (0, 2):
+        assert [rows_of(parts[0]) for parts in batches(training_data(root), range(1, 5), workers, CPU)] == steps[1:]
+    first, later = steps[0] | steps[1] | steps[2], steps[3] | steps[4]
+    assert len([key for key in later if key in first and later[key][1] != first[key][1]]) > 5
 
 
 def test_a_batch_that_a_step_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"):
-        check_shares(DataConfig(batch=8, text_batch=0), world_size=3)
-    with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
-        check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
+    for sizes, processes, named in (
+        ({"batch": 8, "text_batch": 0}, 3, "data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"),
+        ({"text_batch": 4, "gradient_accumulation": 8}, 1, "data.text_batch = 4 .*data.gradient_accumulation = 8"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            check_shares(DataConfig(**sizes), processes)
 
 
 def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
@@ -93,19 +83,3 @@ def test_shuffled_validation_pairs_every_text_with_another_image(root):
             boxes += [batch.boxes[i][batch.region_mask[i]].tolist() for i in range(len(batch))]
     assert all(boxes != shown for boxes, shown in zip(own, others, strict=True))
     assert sorted(others) == sorted(own), "each image is shown once"
-
-
-def test_a_missing_tar_is_found_before_the_first_step(tmp_path):
-    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
-    missing = max((tmp_path / "captions" / STAGE).glob("*.tar"))
-    missing.unlink()
-    with pytest.raises(ValueError, match=f"{missing.name} has 0 bytes, but .*: it is torn or missing"):
-        open_samples(open_store(str(tmp_path)), "captions", None, None, ALONE)
-
-
-def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
-    store = open_store(str(tmp_path))
-    commit_samples(tmp_path, "captions", [tiny_sample(0)])
-    assert region_stage(store, "captions", None) == STAGE
-    with pytest.raises(ValueError, match="no detector ffff, only 00000000beef"):
-        region_stage(store, "captions", "ffff")
