@@ -18,6 +18,7 @@ from vlbert.data.images import prepare_image
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.initial_weights import make_model
 from vlbert.model.execution import execute_as
+from vlbert.model.heads import count_parameters
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -101,7 +102,9 @@ def test_losses_and_gradients_are_those_of_a_plain_program(config, precision, ac
     assert np.median([*gradients.values()]) < 0.03
     if config is END_TO_END:
         assert any("res3" in name for name in learning)
-        assert not any("stem" in name or "res2" in name for name in learning)
+        frozen = (".stem.", ".res2.", "conv1.norm.", "shortcut.norm.")
+        assert not any(part in name for name in learning for part in frozen)
+        assert count_parameters(model)[1] < count_parameters(model)[0]
 
 
 def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
