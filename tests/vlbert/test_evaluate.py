@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from places import PROJECT
-from programs import torchrun
+from programs import contents, rows_in, torchrun
 from refcoco_files import change_refs, write_refcoco
 from seeded import reseal
 from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
@@ -23,7 +22,7 @@ from vqa_files import ANNOTATORS, coco, write_vqa
 
 from storage.object_store import StorageUnreachable
 from storage.sample import Sample
-from training.distributed import World
+from training.distributed import ALONE
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation, load_task_model, main
@@ -37,7 +36,6 @@ from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
 from vlbert.train import train
 
-ALONE = World(0, 1, torch.device("cpu"))
 FILES = {"predictions.parquet", "metrics.json", "index.html"}
 SAMPLES = [tiny_sample(i, regions=2 + i % 2) for i in range(12)]
 
@@ -80,25 +78,11 @@ def refcoco_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
     )
 
 
-def evaluated(
-    folder: Path,
-    run: str = "tuned",
-    split: str = "val",
-    out: Path | None = None,
-    **changes: object,
-) -> dict:
+def evaluated(folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, **changes: object) -> dict:
     given = {"task.folder": str(folder / "refcoco+")} | {f"task.{name}": value for name, value in changes.items()}
     recipe = refcoco_recipe(folder)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=""))
     return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def rows_in(folder: Path) -> list[dict]:
-    return pq.read_table(folder / "predictions.parquet").to_pylist()
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -255,7 +239,7 @@ def test_two_processes_with_live_norms_validate_what_they_save(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     evaluate(tiny_recipe(root, **changes), [f"{root}/runs/live"], "held-out", {}, None, ALONE)
     (folder,) = (root / "runs/live/evaluations").iterdir()
-    evaluated = {row["key"]: row["probability"] for row in pq.read_table(folder / "predictions.parquet").to_pylist()}
+    evaluated = {row["key"]: row["probability"] for row in rows_in(folder)}
     lines = (root / "runs/live/predictions.jsonl").read_text().splitlines()
     validated = {row["key"]: row["probability"] for row in map(json.loads, lines)}
     assert validated.keys() == evaluated.keys()
