@@ -85,9 +85,6 @@ def evaluated(folder: Path, run: str = "tuned", split: str = "val", out: Path | 
     return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE)
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
-
-
 def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
     summary = evaluated(refcoco, out=tmp_path / "out")
     rows = rows_in(tmp_path / "out")
@@ -267,9 +264,6 @@ def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
     assert contents(tmp_path / "2") == contents(tmp_path / "1")
 
 
-# --- two runs that join -----------------------------------------------------------------------------------------------
-
-
 FRESH = {"vocabulary": None, "steps": 1, "save_every": 1, "random_init": True}
 
 
@@ -314,9 +308,6 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, tmp
             evaluate(recipe, names, "val", {}, None, ALONE)
 
 
-# --- the model of a checkpoint ----------------------------------------------------------------------------------------
-
-
 def test_a_task_model_is_that_of_its_checkpoint(refcoco, tmp_path):
     checkpoint = open_checkpoint(f"{refcoco}/storage/runs/memory")
     model, recipe = load_task_model(checkpoint)
@@ -336,9 +327,6 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco, tmp_path):
     expected = refcoco_recipe(refcoco)
     assert (recipe.name, recipe.task, recipe.model) == ("converted", expected.task, expected.model)
     assert isinstance(model.task, RefCOCO)
-
-
-# --- what a head's outputs mean ---------------------------------------------------------------------------------------
 
 
 def test_a_model_answers_from_the_list_of_its_training_and_goes_on_only_with_it(tmp_path):
@@ -373,9 +361,6 @@ def test_a_model_answers_from_the_list_of_its_training_and_goes_on_only_with_it(
     assert predictions(tmp_path / "none") == before
     answers.write_text("\n".join(listed))
     assert train(started, ALONE) is not None
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,6 @@ def samples() -> list:
     return [tiny_sample(i, regions=2 + i % 2) for i in range(4)]
 
 
-# --- overlaps ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("convention", "expected"),
     [
@@ -51,9 +48,6 @@ def test_one_half_is_a_hit_except_in_the_plain_convention():
     hits = {convention: is_hit(convention, threshold).tolist() for convention in CONVENTIONS}
     inclusive = [False, True, True]
     assert hits == {"mattnet": inclusive, "published": inclusive, "plain": [False, False, True]}
-
-
-# --- the official files -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,9 +92,6 @@ def test_a_wrong_file_is_named(tmp_path, samples, where, damage, named):
         (tmp_path / where).write_bytes(damage) if damage else (tmp_path / where).unlink(missing_ok=True)
     with pytest.raises(ValueError, match=named):
         read_expressions(tmp_path) and read_detections(tmp_path / "dets.json", tmp_path / "instances.json")
-
-
-# --- examples ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,9 +190,6 @@ def test_training_skips_invalid_expressions_and_evaluation_scores_them_0(tmp_pat
     assert row["ground_truth"].startswith("the box" if box else "region")
 
 
-# --- regions and labels -----------------------------------------------------------------------------------------------
-
-
 def right(image: ImageInput) -> list[bool]:
     """Of each region whether it is a right one."""
     found = np.zeros(len(image.boxes), bool)
@@ -272,9 +260,6 @@ def test_mirroring_swaps_left_and_right_in_words_and_boxes(task, samples):
         ("bright copyright", "bright copyright"),
     ):
         assert swap_sides(text) == swapped
-
-
-# --- losses and predictions -------------------------------------------------------------------------------------------
 
 
 def test_padding_never_wins_and_the_whole_image_only_where_it_competes(task, samples):

@@ -36,9 +36,6 @@ def make_task(**changes: object) -> Retrieval:
     return Retrieval(RetrievalSettings(**{"caption_length": 20} | changes), WORDS, len(CLASSES))
 
 
-# --- ranks and files --------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_counts_the_better_ones_and_half_of_the_equals_rounded_up():
     scores = np.array([[3, 2, 2, 1, 2, 3]])
     found = [ranks(np.vstack([row, np.zeros(6)]), [0] * 5 + [1]).captions_of_image[0] for row in (scores, -scores)]
@@ -56,9 +53,6 @@ def test_the_order_of_images_and_captions_changes_no_rank():
     other = ranks(scores[images][:, captions], np.argsort(images)[image_of[captions]])
     assert np.array_equal(other.captions_of_image, found.captions_of_image[images])
     assert np.array_equal(other.image_of_caption, found.image_of_caption[captions])
-
-
-# --- examples ---------------------------------------------------------------------------------------------------------
 
 
 def test_training_has_one_example_a_caption_and_a_held_out_split_one_an_image(tmp_path: Path):
@@ -105,9 +99,6 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, images: list | None
     (tmp_path / SPLIT_FILE).write_text(json.dumps({"images": images}))
     with pytest.raises(ValueError, match=named):
         make_task(folder=str(tmp_path)).examples(urls([tiny_sample(0)]), None)
-
-
-# --- batches and losses -----------------------------------------------------------------------------------------------
 
 
 def make_example(task: Retrieval, number: int, image_name: str = "") -> Example:
@@ -192,9 +183,6 @@ def test_pairs_are_the_same_in_every_world(tmp_path: Path):
 
     for step in (0, 2):
         assert rows_of(step, 1) == rows_of(step, 2) == rows_of(step, 4) == rows_of(step, 1, parts=2)
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [TINY_MODEL, VILBERT], ids=["vlbert", "vilbert"])

@@ -61,9 +61,6 @@ def root(tmp_path_factory) -> Path:
     return make_root(tmp_path_factory.mktemp("several"))
 
 
-# --- the order --------------------------------------------------------------------------------------------------------
-
-
 def test_each_dataset_has_its_share_and_epochs_of_its_own(root):
     data = training_data(root, weights=BOTH)
     keys = [key for step in range(10) for batch in data[step] for key in captions(batch)]
@@ -98,9 +95,6 @@ def test_boundaries_are_beginnings_of_epochs_and_come_again(weights, batch, ever
         gaps = np.diff([0, *(boundary for _, boundary in ours)])
         assert (gaps >= apart).all(), "so many steps, in samples of the dataset"
         assert len(ours) >= steps * batch * weight / sum(weights.values()) // (apart + n + 1) - 2, "none is left out"
-
-
-# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def commit(root: Path, dataset: str, shard: str, samples: list[Sample]) -> None:
@@ -213,9 +207,6 @@ def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
     one = dataclasses.replace(recipe.data, held_out=("held-more",))
     alone = train(dataclasses.replace(recipe, run_name="alone", data=one), ALONE)
     assert alone == {"words_accuracy": 6, "words_accuracy_shuffled": 6, "words_accuracy_grounding_gap": 0}
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_bad_names_and_weights_are_refused():

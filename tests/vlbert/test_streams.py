@@ -76,21 +76,6 @@ def test_the_order_of_regions_changes_nothing_else(config: ModelConfig):
     torch.testing.assert_close(permuted.regions[0], plain.regions[0][order], rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("layers", "text_sees_image", "regions_see_text"),
-    [("T", False, False), ("V", False, False), ("TVTV", False, False), ("X", True, True), ("J", True, True)],
-)
-def test_streams_meet_in_j_and_x_alone(layers: str, text_sees_image: bool, regions_see_text: bool):
-    model = make_model(dataclasses.replace(SEPARATE, layers=layers))
-    _, plain = encode(model, Example("a", text_input(5), image_input(3)))
-    _, other_image = encode(model, Example("a", text_input(5), image_input(3, seed=1)))
-    _, other_text = encode(model, Example("a", text_input(5, seed=1), image_input(3)))
-    assert torch.equal(plain.text, other_image.text) != text_sees_image
-    assert torch.equal(plain.regions, other_text.regions) != regions_see_text
-    assert not torch.equal(plain.text, other_text.text)
-    assert not torch.equal(plain.regions, other_image.regions)
-
-
 def test_attention_maps_name_their_streams_and_rows_sum_to_one():
     model = make_model(VILBERT)
     batch, encoded = encode(model, example(4, 2, 1), example(6, None, 2), example(3, 5, 3))

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from family import with_features
 from tiny import CLASSES, LETTERS, SMALL_MODEL, TINY_MODEL, tiny_sample
 
 from benchmarks import train_step
@@ -52,11 +53,7 @@ def ragged_examples(config: ModelConfig) -> list[Example]:
     """Pairs with one to three regions and texts of any length, of one image size; text-only rows between them."""
     examples = []
     for number in range(5):
-        sample = tiny_sample(number, regions=1 + number % 3)
-        if config.regions.features == "precomputed":
-            rng = np.random.default_rng(number)
-            features = rng.normal(0, 1, (1 + number % 3, config.regions.channels)).astype(np.float16)
-            sample = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
+        sample = with_features(tiny_sample(number, regions=1 + number % 3))
         rng = np.random.default_rng(10 + number)
         examples.append(TASK.example(sample, prepare_image(sample, config.regions, number == 2), None, rng))
     for place, text in ((1, "the dog ran"), (4, "over the hills and far away " * 2), (7, "abc")):

@@ -68,8 +68,6 @@ def new_model(task: VCR, dropout: float = TINY_MODEL.dropout) -> TaskModel:
     return TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=dropout), len(WORDS)), task)
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
-
 ANSWERS = ["no", "person is nearby", "the dog", "person"]
 RATIONALES = ["because dog is nearby", "no", "no no", "because"]
 QUESTION = "[CLS] why is person and dog holding cup ?"
@@ -159,9 +157,6 @@ def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, sampl
     assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 2, "of other images"
 
 
-# --- regions ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale", [1, 2.5])
 def test_the_regions_are_the_annotated_objects(task, samples, folder, scale):
     write_vcr(folder, samples, scale)
@@ -199,9 +194,6 @@ def test_a_share_of_the_regions_is_masked_and_labelled_in_training_alone(task, s
     assert new_model(task)(collate(examples_of(task, samples)))["regions"][1] == 2 * 4 * 5, (
         "unmasked, the whole image has a label"
     )
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -282,9 +274,6 @@ def test_examples_without_labels_add_no_loss(task, samples, folder):
     assert all(count == 0 for _, count in model(collate([unlabelled])).values())
 
 
-# --- held out, and for the leaderboard --------------------------------------------------------------------------------
-
-
 def with_scores(scores: list[list[float]]) -> Encoded:
     """What First makes these scores of the choices of each example of."""
     return Encoded(torch.tensor(scores).view(-1, 1, 1).expand(-1, 5, 1), torch.zeros(8, 5, 1), torch.zeros(0))
@@ -358,9 +347,6 @@ def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, 
     assert (both.samples.tolist(), len(both.skipped)) == ([1], 2)
     with pytest.raises(ValueError, match="none of the 1 examples of test of .*test.jsonl line 1: it has no labels"):
         changed(task, train_on=("test",)).examples(urls(samples), None)
-
-
-# --- refusals, and a user's own question ------------------------------------------------------------------------------
 
 
 def own(task: VCR, sample: object, *question: object) -> Example:

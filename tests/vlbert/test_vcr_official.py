@@ -41,9 +41,6 @@ def items(tmp_path) -> Path:
     return tmp_path / "val.jsonl"
 
 
-# --- the leaderboard's csv --------------------------------------------------------------------------------------------
-
-
 def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
     third = [1 / 3, 1 / 3, 1 / 3 - 1e-17, 1e-17]
     table = {"b": [third, EVEN, [0.7, 0.1, 0.1, 0.1], EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
@@ -77,9 +74,6 @@ def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
         submission(items.parent, rows)
 
 
-# --- items ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "named"),
     [
@@ -106,9 +100,6 @@ def test_a_wrong_item_is_named_by_its_line(items, content, named):
         items.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=named):
         read_items(items)
-
-
-# --- metadata ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

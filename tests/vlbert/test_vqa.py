@@ -57,9 +57,6 @@ def predicted(task: VQA, examples: list[Example], classes: list[int]) -> list[di
     return task.predictions(None, torch.nn.Identity(), encoded, batch)
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
-
-
 def test_each_question_of_the_splits_is_an_example_of_its_own_image(task, samples):
     found = task.examples(urls(samples), None)
     assert [question.question_id for question in found.annotations] == [10, 11, 20, 30]
@@ -133,9 +130,6 @@ def test_what_does_not_fit_is_refused(task, tmp_path, call, named):
         call(task)
 
 
-# --- the head and its losses ------------------------------------------------------------------------------------------
-
-
 def test_losses_are_those_of_their_names(task, samples):
     torch.manual_seed(0)
     batch = collate(examples_of(task, samples))
@@ -174,9 +168,6 @@ def test_answers_start_as_the_mean_of_their_words(task, tmp_path):
     two = changed(task, classifier="two_layers")
     with pytest.raises(ValueError, match="as wide as words, which have 32 channels; set --task.no_answers_from_words"):
         two.on_start(model.vlbert, two.head(TINY_MODEL), None)
-
-
-# --- predictions ------------------------------------------------------------------------------------------------------
 
 
 def test_a_prediction_has_the_official_accuracy(task, tmp_path, samples):
