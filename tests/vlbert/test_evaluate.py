@@ -98,6 +98,9 @@ def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "(reported in the paper, %: 79.88 base, 80.31 large)" in printed
     assert printed.splitlines()[-1] == f"evaluated val: {tmp_path / 'out'}"
+    assert evaluated(refcoco, "memory", out=tmp_path / "memory")["trained_on_this_split"]
+    with pytest.raises(ValueError, match=r"--task.validate_on=val is also in task.train_on=val,train"):
+        check_complete(refcoco_recipe(refcoco, train_on=("val", "train"), validate_on="val"))
 
 
 def test_an_evaluation_lies_beside_its_run_and_is_repeatable_to_the_byte(copy, capsys):
@@ -207,13 +210,6 @@ def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, c
         evaluated(copy, out=tmp_path / "none")
 
 
-def test_a_model_that_was_trained_on_the_split_is_named(refcoco, tmp_path):
-    assert evaluated(refcoco, "memory", out=tmp_path / "out")["trained_on_this_split"]
-    assert "WARNING: the model was trained on this split (val)" in (tmp_path / "out" / "index.html").read_text()
-    with pytest.raises(ValueError, match=r"--task.validate_on=val is also in task.train_on=val,train"):
-        check_complete(refcoco_recipe(refcoco, train_on=("val", "train"), validate_on="val"))
-
-
 def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path):
     root = tiny_root(tmp_path)
     recipe = tiny_recipe(root, run_name="pretrained", steps=1, save_every=1)
@@ -223,7 +219,10 @@ def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path
     assert "words_accuracy_shuffled" in summary["metrics"]
     assert not summary["trained_on_this_split"]
     own = evaluate(recipe, [f"{root}/runs/pretrained"], "captions", {}, None, ALONE)
-    assert warnings(own)[0] == "WARNING: the model was trained on this split (captions)"
+    named = "WARNING: the model was trained on this split (captions)"
+    assert warnings(own)[0] == named
+    (folder,) = (root / "runs/pretrained/evaluations").glob("captions-*")
+    assert named in (folder / "index.html").read_text()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """VL-BERT as a library: damaged models are refused by name, and the guide runs as it is written."""
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guides import blocks
 from places import PROJECT
 from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, save_released, small_state, vilbert_state
@@ -21,8 +21,6 @@ from vlbert.checkpoint import model_files
 from vlbert.commands import main as run_command
 from vlbert.hf import VLBertModel
 from vlbert.recipes import RECIPES
-
-GUIDE = PROJECT / "docs" / "library.md"
 
 
 def test_importing_vlbert_takes_no_torch_and_its_names_do():
@@ -81,7 +79,7 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     monkeypatch.chdir(tmp_path)
     ran = []
-    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+    for block in blocks("library.md", "bash"):
         for line in block.replace("\\\n", "").splitlines():
             program, command, *arguments = shlex.split(line, comments=True)
             ran.append(command)
@@ -98,7 +96,7 @@ def test_the_notebook_is_the_guide_with_what_it_prints(tmp_path):
     make_files(tmp_path)
     notebook = executed(tmp_path)
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert code == [one.strip("\n") for one in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)]
+    assert code == [one.strip("\n") for one in blocks("library.md", "python")]
     assert NOTEBOOK.read_text() == as_text(notebook), "docs/library.md changed: PYTHONPATH=. python tests/quickstart.py"
     assert "torch.Size([2, 7, 32])" in NOTEBOOK.read_text()
     assert (tmp_path / "on-the-hub/model.safetensors").is_file()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from refcoco_files import WORDS, change, change_refs, write_refcoco
-from tiny import TINY_MODEL, tiny_sample, urls
+from tiny import SEPARATE, TINY_MODEL, tiny_sample, urls
 
 from storage.sample import Sample
 from vlbert.data.batch import Example, ImageInput, collate
@@ -28,26 +28,20 @@ def samples() -> list:
 
 
 @pytest.mark.parametrize(
-    ("convention", "expected"),
+    ("convention", "expected", "hits"),
     [
-        ("plain", [1, 50 / 100, 0, 1 / 100]),
-        ("mattnet", [1, 50 / 100, 0, 0]),  # a side of one pixel is none
-        ("published", [1, 66 / 121, 0, 4 / 121]),
+        ("plain", [1, 50 / 100, 0, 1 / 100], [False, False, True]),
+        ("mattnet", [1, 50 / 100, 0, 0], [False, True, True]),  # a side of one pixel is none
+        ("published", [1, 66 / 121, 0, 4 / 121], [False, True, True]),
     ],
 )
-def test_overlaps_of_known_boxes(convention, expected):
+def test_overlaps_of_known_boxes_and_whether_one_half_is_a_hit(convention, expected, hits):
     box = np.array([10.0, 10, 20, 20])
     others = np.array([[10.0, 10, 20, 20], [10, 10, 15, 20], [30, 30, 40, 40], [19, 19, 20, 20]])
     np.testing.assert_allclose(overlap(convention, others, box), expected, rtol=1e-15)
     for one, value in zip(others, expected, strict=True):
         assert overlap(convention, box[None], one)[0] == pytest.approx(value), "whichever comes first"
-
-
-def test_one_half_is_a_hit_except_in_the_plain_convention():
-    threshold = np.array([0.5 - 1e-12, 0.5, 0.5 + 1e-12])
-    hits = {convention: is_hit(convention, threshold).tolist() for convention in CONVENTIONS}
-    inclusive = [False, True, True]
-    assert hits == {"mattnet": inclusive, "published": inclusive, "plain": [False, False, True]}
+    assert is_hit(convention, np.array([0.5 - 1e-12, 0.5, 0.5 + 1e-12])).tolist() == hits
 
 
 @pytest.mark.parametrize(
@@ -122,17 +116,10 @@ def example(task: RefCOCO, sample: Sample, query: Query, flip: bool = False) -> 
     return task.example(sample, prepare_image(sample, TINY_MODEL.regions, flip), query, np.random.default_rng(0))
 
 
-class FirstChannel(torch.nn.Module):
-    """A head whose score of a region is its first channel."""
-
-    def forward(self, regions):
-        return regions[..., :1]
-
-
 def predict(task: RefCOCO, examples: list[Example], scores: list[list[float]]) -> list[dict]:
     """The rows of examples whose regions, the whole image first, get these scores."""
     encoded = Encoded(torch.zeros(1), torch.tensor(scores)[..., None], appearance=torch.zeros(0))
-    return task.predictions(None, FirstChannel(), encoded, collate(examples))
+    return task.predictions(None, lambda regions: regions[..., :1], encoded, collate(examples))
 
 
 def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples):
@@ -208,9 +195,7 @@ def test_detected_regions_are_those_of_the_shards_or_of_mattnets_file(tmp_path, 
         found = example(detected, samples[1], queries(detected, samples, None)[0])
         np.testing.assert_array_equal(found.metadata["boxes"][1:], boxes)
         np.testing.assert_allclose(found.image.boxes[1:], np.minimum(boxes, [95, 63, 95, 63]), atol=1e-5)
-
-
-def test_detections_of_other_images_and_without_area_are_dropped_and_the_others_clipped(tmp_path, task):
+    # Those of other images and without area are dropped, the others clipped.
     folder = tmp_path / "refcoco+"
     write_detections(folder, {0: [[-5, 10, 20, 80], [3, 3, 0, 4], [200, 3, 5, 5]], 77: [[1, 1, 1, 1]]})
     found = read_detections(folder / "dets.json", folder / "instances.json")
@@ -236,13 +221,11 @@ def test_settings_that_contradict_each_other_are_refused(task):
         with pytest.raises(ValueError, match=named):
             RefCOCOSettings(**settings)
     assert RefCOCOSettings(regions="detected", detections="d.json").files == ("refs(unc).p", "instances.json", "d.json")
-    precomputed = dataclasses.replace(TINY_MODEL.regions, features="precomputed")
-    model = dataclasses.replace(TINY_MODEL, regions=precomputed)
     detected = tuned(task, regions="detected")
     for other in (task, tuned(detected, adds_ground_truth=True), tuned(detected, detections="d")):
         with pytest.raises(ValueError, match="set --model.regions.features=end_to_end, or --task.regions=detected"):
-            other.head(model)
-    detected.head(model)
+            other.head(SEPARATE)
+    detected.head(SEPARATE)
 
 
 def test_mirroring_swaps_left_and_right_in_words_and_boxes(task, samples):

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import TINY_MODEL, tiny_sample, urls
+from tiny import SEPARATE, TINY_MODEL, tiny_sample, urls
 from vcr_files import BOXES, WORDS, write_vcr
 
 from vlbert.data.batch import Example, collate
@@ -158,7 +159,7 @@ def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, sampl
 
 
 @pytest.mark.parametrize("scale", [1, 2.5])
-def test_the_regions_are_the_annotated_objects(task, samples, folder, scale):
+def test_the_regions_are_the_annotated_objects_with_their_masks_mirrored_or_not(task, samples, folder, scale):
     write_vcr(folder, samples, scale)
     image = first(task, samples).image
     assert image.boxes.tolist() == [[0, 0, 95, 63], *BOXES]
@@ -167,9 +168,6 @@ def test_the_regions_are_the_annotated_objects(task, samples, folder, scale):
     assert first(task, samples, flip=True).image.boxes[1].tolist() == [75, 0, 95, 40]
     (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
     assert [box["box"] for box in row["boxes"]] == BOXES, "in pixels of the stored image"
-
-
-def test_instance_masks_are_mirrored_with_their_objects(task, samples):
     cells = first(changed(task, mask_size=14), samples).image.cells
     assert cells[0].all(), "of the whole image"
     assert cells[1][0, :13].all(), "the triangle's upper edge"
@@ -219,27 +217,21 @@ def test_losses_are_finite_and_train_the_whole_head(task, samples, settings, ans
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
-class First(torch.nn.Module):
-    """A head that scores a text by the first channel of its first token; a region's channels are its classes."""
-
-    def scores(self, text: torch.Tensor, regions: torch.Tensor) -> torch.Tensor:
-        return text[:, 0, :1]
-
-    def classes(self, regions: torch.Tensor) -> torch.Tensor:
-        return regions
+# A head that scores a text by the first channel of its first token; a region's channels are its classes.
+FIRST = SimpleNamespace(scores=lambda text, regions: text[:, 0, :1], classes=lambda regions: regions)
 
 
 def test_the_answer_losses_are_those_of_their_names(task, samples):
     batch = collate(examples_of(task, samples))
     scores = torch.tensor([[3.0, -1, 0, 1], [0, 0, 2, 0]])
     encoded, alone = with_scores(scores.tolist()), changed(task, region_loss="none")
-    loss, count = alone.losses(None, First(), encoded, batch)["answers"]
+    loss, count = alone.losses(None, FIRST, encoded, batch)["answers"]
     label = torch.tensor([[0.0, 0, 1, 0], [0, 0, 1, 0]])
     assert float(loss / count) == pytest.approx(float(torch.nn.BCEWithLogitsLoss()(scores, label)))
-    loss, count = changed(alone, loss="softmax").losses(None, First(), encoded, batch)["answers"]
+    loss, count = changed(alone, loss="softmax").losses(None, FIRST, encoded, batch)["answers"]
     assert float(loss / count) == pytest.approx(float(torch.nn.CrossEntropyLoss()(scores, torch.tensor([2, 2]))))
-    assert tuple(map(int, alone.losses(None, First(), encoded, batch)["accuracy"])) == (1, 2)
-    rows = task.predictions(None, First(), encoded, batch)
+    assert tuple(map(int, alone.losses(None, FIRST, encoded, batch)["accuracy"])) == (1, 2)
+    rows = task.predictions(None, FIRST, encoded, batch)
     assert [(row["annot_id"], row["score"], row["label"]) for row in rows] == [("a-0", 0, 2), ("a-1", 1, 2)]
     assert rows[0]["probabilities"] == pytest.approx(scores[0].softmax(0).tolist())
     assert task.metrics(rows) == {"answer_accuracy": 0.5, "chance": 0.25}
@@ -275,12 +267,12 @@ def test_examples_without_labels_add_no_loss(task, samples, folder):
 
 
 def with_scores(scores: list[list[float]]) -> Encoded:
-    """What First makes these scores of the choices of each example of."""
+    """What FIRST makes these scores of the choices of each example of."""
     return Encoded(torch.tensor(scores).view(-1, 1, 1).expand(-1, 5, 1), torch.zeros(8, 5, 1), torch.zeros(0))
 
 
 def rows_for(task: VCR, examples: list[Example], scores: list[list[float]]) -> list[dict]:
-    return task.predictions(None, First(), with_scores(scores), collate(examples))
+    return task.predictions(None, FIRST, with_scores(scores), collate(examples))
 
 
 def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, folder):
@@ -376,7 +368,6 @@ def test_a_users_question_is_about_the_regions_of_the_sample(task):
 
 
 FOUR = ["no"] * 4
-PRECOMPUTED = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed"))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +375,7 @@ PRECOMPUTED = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_M
     [
         ({"mask_size": 14}, TINY_MODEL, "task.mask_size is 14, but res5 has 2 x 2 cells; set it to 2"),
         ({"max_tokens": 60}, TINY_MODEL, "task.max_tokens is 60, the model has positions for 59"),
-        ({}, PRECOMPUTED, "set --task.no_instance_masks --task.masked_regions=0"),
+        ({}, SEPARATE, "set --task.no_instance_masks --task.masked_regions=0"),
         ({"region_loss": "none", "detected_regions": True}, TINY_MODEL, "task.detected_regions needs precomputed"),
         ({}, ("why?", FOUR[:3]), "3 choices are given; give 4"),
         ({}, ("why?", FOUR, "no"), "this model chooses answers; give no answer"),

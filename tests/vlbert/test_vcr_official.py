@@ -2,12 +2,11 @@
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from places import PROJECT
+from guides import blocks
 from tiny import SIZE, tiny_sample
 from vcr_files import BOXES, ITEM, write_vcr
 
@@ -160,8 +159,7 @@ def test_wrong_metadata_are_named(metadata, field, change, named):
 
 def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_path, monkeypatch):
     write_vcr(tmp_path / "vcr", samples := [tiny_sample(i) for i in range(3)])
-    page = (PROJECT / "docs" / "tasks.md").read_text()
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "vcr" in block]
+    (program,) = [block for block in blocks("tasks.md", "python") if "vcr" in block]
     monkeypatch.chdir(tmp_path)
     exec(program, {})
     for sample, regions in zip(samples, AnnotatedDetector(tmp_path / "vcr-whole.json").detect(samples), strict=True):
