@@ -105,22 +105,19 @@ def test_index_lists_and_sizes_say_what_the_masks_say_and_rows_keep_their_conten
     for row, (text, image) in enumerate(zip(texts, images, strict=True)):
         assert batch.tokens[row][batch.text_mask[row]].tolist() == text.tokens.tolist()
         assert batch.boxes[row][batch.region_mask[row]].tolist() == (image.boxes.tolist() if image else [])
-    for name, parts, padded in (
-        ("word_label_mask", texts, batch.text_mask),
-        ("region_label_mask", images, batch.region_mask),
+    for name, parts, width in (
+        ("word_label_mask", texts, batch.tokens.shape[1]),
+        ("region_label_mask", images, batch.boxes.shape[1]),
     ):
-        mask = torch.zeros_like(padded)
-        for row, part in enumerate(parts):
-            if part is not None:
-                mask[row, : len(part.label_masks[name])] = torch.from_numpy(part.label_masks[name])
-        if any(part is not None for part in parts):
-            assert batch.labelled[name].tolist() == mask.flatten().nonzero()[:, 0].tolist()
-            assert list(batch.sizes.labelled[name]) == mask.sum(1).tolist()
-            numbered = torch.arange(mask.numel()).view(*mask.shape, 1)
-            assert select(numbered, batch.labelled[name])[:, 0].tolist() == numbered[..., 0][mask].tolist()
-    assert batch.tokens.flatten()[batch.labelled["word_label_mask"]].tolist() == [
-        1 + label for label in batch.labels["words"].tolist()
-    ], "each label's token"
+        labels = [part.label_masks[name].nonzero()[0] if part else [] for part in parts]
+        places = [row * width + place for row, of_row in enumerate(labels) for place in of_row]
+        if any(parts):
+            assert batch.labelled[name].tolist() == places
+            assert list(batch.sizes.labelled[name]) == [len(of_row) for of_row in labels]
+            numbered = torch.arange(len(parts) * width).view(-1, width, 1)
+            assert select(numbered, batch.labelled[name])[:, 0].tolist() == places
+    found = batch.tokens.flatten()[batch.labelled["word_label_mask"]]
+    assert torch.equal(found, 1 + batch.labels["words"]), "each label's token"
 
 
 def test_examples_that_do_not_fit_together_are_refused():
