@@ -63,19 +63,10 @@ def copy(refcoco: Path, tmp_path: Path) -> Path:
 
 
 def refcoco_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
-    return tiny_recipe(
-        folder / "storage",
-        run_name=run,
-        task=RefCOCOSettings(str(folder / "refcoco+"), **task),
-        data=DataConfig(
-            root=str(folder / "storage"), datasets={"refcoco+": None}, held_out=("refcoco+",), batch=4, workers=0
-        ),
-        vocabulary=None,
-        vocabulary_size=60,
-        steps=2,
-        save_every=2,
-        random_init=True,
-    )
+    root, settings = folder / "storage", RefCOCOSettings(str(folder / "refcoco+"), **task)
+    data = DataConfig(str(root), {"refcoco+": None}, held_out=("refcoco+",), batch=4, workers=0)
+    changes = {"vocabulary": None, "vocabulary_size": 60, "steps": 2, "save_every": 2, "random_init": True}
+    return tiny_recipe(root, run_name=run, task=settings, data=data, **changes)
 
 
 def evaluated(folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, **changes: object) -> dict:

@@ -5,19 +5,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from guides import blocks
-from places import PROJECT
+from places import DATA, PROJECT
 from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, save_released, small_state, vilbert_state
-from tiny import TINY_MODEL
 
 from training.program import make_recipe
-from vlbert import VLBert
-from vlbert.checkpoint import model_files
 from vlbert.commands import main as run_command
 from vlbert.hf import VLBertModel
 from vlbert.recipes import RECIPES
@@ -34,15 +30,6 @@ def test_importing_vlbert_takes_no_torch_and_its_names_do():
         vlbert.VLBart  # noqa: B018
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tensors = {f"vlbert.{name}": tensor for name, tensor in VLBert(TINY_MODEL, len(WORDS)).state_dict().items()}
-    for name, data in model_files(tensors, TINY_MODEL, len(WORDS), WORDS).items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
@@ -53,16 +40,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a model"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .*another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),
-        ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", "vocab.txt has 5 tokens, but the model has 200"),
+        ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", "vocab.txt has 5 tokens, but the model has 7"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
     ],
 )
-def test_a_folder_without_a_whole_model_is_refused(folder, tmp_path, name, content, named):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+def test_a_folder_without_a_whole_model_is_refused(tmp_path, name, content, named):
+    shutil.copytree(DATA / "golden/checkpoint/runs/golden/step-0000003", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "state.json").unlink()
     if content is None:
         (tmp_path / name).unlink()
     elif isinstance(content, dict):  # fields of the model
-        config = json.loads((folder / name).read_text())
+        config = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps(config | {"model": config["model"] | content}))
     else:
         (tmp_path / name).write_bytes(content)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family import changed
 from refcoco_files import WORDS, change, change_refs, write_refcoco
 from tiny import SEPARATE, TINY_MODEL, tiny_sample, urls
 
@@ -100,10 +101,6 @@ def write_detections(folder: Path, boxes: dict[int, list[list[float]]], name: st
     (folder / name).write_text(json.dumps(rows))
 
 
-def tuned(task: RefCOCO, **settings: object) -> RefCOCO:
-    return RefCOCO(dataclasses.replace(task.settings, **settings), WORDS, 8)
-
-
 def queries(task: RefCOCO, samples: list, split: str | None) -> list[Query]:
     return task.examples(urls(samples), split).annotations
 
@@ -127,7 +124,7 @@ def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples
     assert (training.samples.tolist(), ids(training.annotations)) == ([1, 1, 3, 3], [10, 11, 30, 31])
     held_out = task.examples(urls(samples[::-1]), "val")
     assert (held_out.samples.tolist(), ids(held_out.annotations)) == ([3, 3, 1, 1], [0, 1, 20, 21])
-    both = tuned(task, train_on=("train", "val"))
+    both = changed(task, train_on=("train", "val"))
     assert ids(queries(both, samples, None)) == [10, 11, 30, 31, 0, 1, 20, 21]
     with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA; it has train, val"):
         task.examples(urls(samples), "testA")
@@ -191,7 +188,7 @@ def test_detected_regions_are_those_of_the_shards_or_of_mattnets_file(tmp_path, 
         ({}, samples[1].regions.boxes),
         ({"detections": "detections/mattnet.json"}, np.array([[10, 20, 40, 60]])),
     ):
-        detected = tuned(task, regions="detected", **settings)
+        detected = changed(task, regions="detected", **settings)
         found = example(detected, samples[1], queries(detected, samples, None)[0])
         np.testing.assert_array_equal(found.metadata["boxes"][1:], boxes)
         np.testing.assert_allclose(found.image.boxes[1:], np.minimum(boxes, [95, 63, 95, 63]), atol=1e-5)
@@ -204,7 +201,7 @@ def test_detected_regions_are_those_of_the_shards_or_of_mattnets_file(tmp_path, 
 
 def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, task, samples):
     write_detections(tmp_path / "refcoco+", {i: [[0, 0, 9, 9]] for i in range(4)})
-    detected = tuned(task, regions="detected", detections="dets.json", adds_ground_truth=True)
+    detected = changed(task, regions="detected", detections="dets.json", adds_ground_truth=True)
     training, held_out, same = (queries(detected, samples, split)[0] for split in (None, "val", "train"))
     found = example(detected, samples[1], training).image
     assert len(found.boxes) == 1 + 1 + 3
@@ -221,8 +218,8 @@ def test_settings_that_contradict_each_other_are_refused(task):
         with pytest.raises(ValueError, match=named):
             RefCOCOSettings(**settings)
     assert RefCOCOSettings(regions="detected", detections="d.json").files == ("refs(unc).p", "instances.json", "d.json")
-    detected = tuned(task, regions="detected")
-    for other in (task, tuned(detected, adds_ground_truth=True), tuned(detected, detections="d")):
+    detected = changed(task, regions="detected")
+    for other in (task, changed(detected, adds_ground_truth=True), changed(detected, detections="d")):
         with pytest.raises(ValueError, match="set --model.regions.features=end_to_end, or --task.regions=detected"):
             other.head(SEPARATE)
     detected.head(SEPARATE)
@@ -247,14 +244,14 @@ def test_mirroring_swaps_left_and_right_in_words_and_boxes(task, samples):
 
 def test_padding_never_wins_and_the_whole_image_only_where_it_competes(task, samples):
     own = dataclasses.replace(queries(task, samples, "val")[0], regions=None)
-    detected = tuned(task, regions="detected")
+    detected = changed(task, regions="detected")
     batch = [example(detected, sample, own) for sample in samples[:2]]
     rows = predict(detected, batch, [[9.0, -5, -6, 9], [9, -7, -5, -6]])
     assert [(row["region"], row["candidates"]) for row in rows] == [(0, 2), (1, 3)]
     rankings = [[one["answer"] for one in row["ranking"]] for row in rows]
     assert rankings == [["region 1", "region 2"], ["region 2", "region 3", "region 1"]]
     assert rows[0]["probability"] == pytest.approx(1 / (1 + np.exp(5)))
-    competing = tuned(detected, whole_image_competes=True)
+    competing = changed(detected, whole_image_competes=True)
     batch = [example(competing, sample, own) for sample in samples[:2]]
     rows = predict(competing, batch, [[9.0, -5, -6, 99], [-8, -7, -5, -6]])
     assert [(row["region"], row["candidates"]) for row in rows] == [(-1, 3), (1, 4)]
@@ -289,7 +286,7 @@ def test_a_prediction_is_scored_in_pixels_of_the_shipped_image(tmp_path, samples
     found = example(task, samples[2], query, flip)
     assert right(found.image) == [False, False, True]
     own = dataclasses.replace(query, regions=None)  # the sample's, in pixels of the stored image
-    (row,) = predict(tuned(task, regions="detected"), [example(task, samples[2], own, flip)], [[0.0, -1, 2]])
+    (row,) = predict(changed(task, regions="detected"), [example(task, samples[2], own, flip)], [[0.0, -1, 2]])
     assert (row["iou"], row["hit"], row["exact"]) == (1, True, None)
     (row,) = predict(task, [example(task, samples[2], query, flip)], [[0.0, -1, 2]])
     assert (row["iou"], row["hit"], row["exact"], row["score"]) == (1, True, True, 1)
@@ -306,7 +303,7 @@ def test_an_overlap_a_billionth_above_one_half_is_a_hit(tmp_path, task, samples)
     for tiny, hit in ((1e-7, True), (-1e-7, False)):
         write_detections(tmp_path / "refcoco+", {0: [[10, 10, width / 2 + tiny, 20]], 2: [[0, 0, 1, 1]]})
         change(tmp_path / "refcoco+", "annotations", 1, bbox=[10, 10, width, 20])
-        detected = tuned(task, regions="detected", detections="dets.json", iou="plain")
+        detected = changed(task, regions="detected", detections="dets.json", iou="plain")
         (row,) = predict(detected, [example(detected, samples[0], queries(detected, samples, "val")[0])], [[0.0, 1]])
         assert row["iou"] == pytest.approx(0.5 + tiny / width, abs=1e-12)
         assert (row["hit"], row["exact"], row["iou_convention"]) == (hit, None, "plain")

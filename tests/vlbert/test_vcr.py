@@ -4,10 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from family import changed, examples_of, new_model
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import SEPARATE, TINY_MODEL, tiny_sample, urls
@@ -16,8 +18,7 @@ from vcr_files import BOXES, WORDS, write_vcr
 from vlbert.data.batch import Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import TaskModel
+from vlbert.model.vlbert import Encoded
 from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vcr_text import PEOPLE, truncate
 
@@ -39,21 +40,8 @@ def task(folder) -> VCR:
     return VCR(VCRSettings(str(folder), names="class", mask_size=2, max_tokens=40), WORDS, 8)
 
 
-def changed(task: VCR, **settings: object) -> VCR:
-    return VCR(dataclasses.replace(task.settings, **settings), WORDS, 8)
-
-
-def examples_of(task: VCR, samples: list, split: str | None = None, seed: int = 0, flip: bool = False) -> list[Example]:
-    """The examples of a split; None: of training."""
-    found = task.examples(urls(samples), split)
-    return [
-        task.example(samples[i], prepare_image(samples[i], TINY_MODEL.regions, flip), one, np.random.default_rng(seed))
-        for i, one in zip(found.samples, found.annotations, strict=True)
-    ]
-
-
-def first(task: VCR, samples: list, split: str | None = None, seed: int = 0, flip: bool = False) -> Example:
-    return examples_of(task, samples, split, seed, flip)[0]
+def first(task: VCR, samples: list, split: str | None = None, **given: Any) -> Example:
+    return examples_of(task, samples, split=split, **given)[0]
 
 
 def texts(example: Example) -> list[str]:
@@ -62,11 +50,6 @@ def texts(example: Example) -> list[str]:
 
 def right(example: Example) -> list[bool]:
     return [bool(label) for text in example.texts for label in text.labels["right"]]
-
-
-def new_model(task: VCR, dropout: float = TINY_MODEL.dropout) -> TaskModel:
-    torch.manual_seed(0)
-    return TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=dropout), len(WORDS)), task)
 
 
 ANSWERS = ["no", "person is nearby", "the dog", "person"]
@@ -148,14 +131,14 @@ def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, sampl
     assert len({person for person, _ in found}) > 3
     assert "dog" in texts(first(neutral, samples))[1]
     expected = names_in(first(neutral, samples, "val", seed=1))
-    for example in examples_of(changed(neutral, subtask="rationale"), samples, "val", seed=2):
+    for example in examples_of(changed(neutral, subtask="rationale"), samples, split="val", seed=2):
         assert set(names_in(example)) <= set(expected)
     renamed = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
     assert names_in(first(neutral, renamed, "val", seed=5)) == expected
     several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(12)]
     write_vcr(folder, several)
     (folder / "val.jsonl").write_text((folder / "train.jsonl").read_text())
-    assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 2, "of other images"
+    assert len({names_in(example)[0] for example in examples_of(neutral, several, split="val")}) > 2, "of other images"
 
 
 @pytest.mark.parametrize("scale", [1, 2.5])
@@ -166,7 +149,7 @@ def test_the_regions_are_the_annotated_objects_with_their_masks_mirrored_or_not(
     assert image.classes.tolist() == [0, 1, 17, 1, 42], "COCO's, from 1"
     assert not image.masked.any()
     assert first(task, samples, flip=True).image.boxes[1].tolist() == [75, 0, 95, 40]
-    (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
+    (row,) = rows_for(task, examples_of(task, samples, split="val"), [[0.0, 0, 0, 1]])
     assert [box["box"] for box in row["boxes"]] == BOXES, "in pixels of the stored image"
     cells = first(changed(task, mask_size=14), samples).image.cells
     assert cells[0].all(), "of the whole image"
@@ -186,12 +169,8 @@ def test_a_share_of_the_regions_is_masked_and_labelled_in_training_alone(task, s
         np.testing.assert_array_equal(image.label_masks["region_label_mask"], image.masked)
     every = changed(task, masked_regions=1.0)
     assert not first(every, samples, "val").image.masked.any()
-    assert new_model(every)(collate(examples_of(every, samples)))["regions"][1] == 2 * 4 * 4, (
-        "four objects, four texts, two images"
-    )
-    assert new_model(task)(collate(examples_of(task, samples)))["regions"][1] == 2 * 4 * 5, (
-        "unmasked, the whole image has a label"
-    )
+    assert new_model(every)(collate(examples_of(every, samples)))["regions"][1] == 2 * 4 * 4
+    assert new_model(task)(collate(examples_of(task, samples)))["regions"][1] == 2 * 4 * 5, "and the whole image"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +235,7 @@ def without_labels(folder: Path, split: str, of: str) -> None:
 def test_examples_without_labels_add_no_loss(task, samples, folder):
     without_labels(folder, "test", of="val")
     one = changed(task, loss="softmax", region_loss="appearance")
-    model = new_model(one, dropout=0.0)
+    model = new_model(one, dataclasses.replace(TINY_MODEL, dropout=0.0))
     labelled, unlabelled = first(one, samples), first(one, samples, "test")
     expected, found = model(collate([labelled])), model(collate([unlabelled, labelled]))
     assert expected.keys() == found.keys()
@@ -277,12 +256,12 @@ def rows_for(task: VCR, examples: list[Example], scores: list[list[float]]) -> l
 
 def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, folder):
     rationales = changed(task, subtask="rationale")
-    (known,) = examples_of(rationales, samples, "val")
+    (known,) = examples_of(rationales, samples, split="val")
     assert (known.metadata["conditioned_on"], known.metadata["label"]) == (2, 0)
     assert right(known) == [True, False, False, False]
     assert known.text.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
     without_labels(folder, "test", of="val")
-    found = examples_of(rationales, samples, "test")
+    found = examples_of(rationales, samples, split="test")
     assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]
     for example, answer in zip(found, ANSWERS, strict=True):
         assert texts(example)[1] == f"{QUESTION} {answer} [SEP] no [SEP]"
@@ -292,7 +271,7 @@ def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(t
 
 
 def test_a_row_has_question_and_answers_in_words(task, samples):
-    examples = examples_of(changed(task, subtask="rationale", names="neutral"), samples, "val")
+    examples = examples_of(changed(task, subtask="rationale", names="neutral"), samples, split="val")
     (row,) = rows_for(task, examples, [[1.0, 3, 3, 2]])
     assert row["question"] == "Why is person 1 and dog 2 holding cup 4? the dog 2"
     assert (row["answer"], row["ground_truth"], row["score"], row["label"]) == ("no", "because dog 2 is nearby", 0.0, 0)
@@ -311,7 +290,7 @@ def test_two_joined_runs_give_three_accuracies(task, samples):
         for subtask, chosen in likeliest.items():
             run = changed(task, subtask=subtask)
             scores = [[2.0 * (i == one) for i in range(4)] for one in chosen]
-            rows += rows_for(run, examples_of(run, samples, "train"), scores)
+            rows += rows_for(run, examples_of(run, samples, split="train"), scores)
         return rows
 
     rows = joined(answer=[2, 2], rationale=[0, 3])  # answer 2, rationale 0 are right

@@ -1,11 +1,11 @@
 """VQA's task: examples, labels, losses, predictions."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
+from family import changed, examples_of
 from tiny import TINY_MODEL, tiny_sample, urls
 from vqa_files import ANNOTATORS, ANSWERS, ROOM, WORDS, coco, write_vqa
 
@@ -33,18 +33,8 @@ def task(tmp_path) -> VQA:
     return VQA(VQASettings(str(tmp_path / "vqa"), answers=len(ANSWERS), question_length=ROOM), WORDS, 8)
 
 
-def changed(task: VQA, **settings: object) -> VQA:
-    return VQA(dataclasses.replace(task.settings, **settings), WORDS, 8)
-
-
 def example_of(task: VQA, sample: object, question: Question, flip: bool = False) -> Example:
     return task.example(sample, prepare_image(sample, TINY_MODEL.regions, flip), question, np.random.default_rng(0))
-
-
-def examples_of(task: VQA, samples: list, flip: bool = False) -> list[Example]:
-    found = task.examples(urls(samples), None)
-    both = zip(found.samples, found.annotations, strict=True)
-    return [example_of(task, samples[i], question, flip) for i, question in both]
 
 
 def predicted(task: VQA, examples: list[Example], classes: list[int]) -> list[dict]:
