@@ -1,6 +1,7 @@
 """The model, whatever its weights: padding, order of regions, masked pixels, what comes out."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -37,9 +38,7 @@ def encode(model: TaskModel, *examples: Example) -> tuple[Batch, torch.Tensor, t
     return batch, encoded.text, encoded.regions
 
 
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-6) -> None:
-    assert a.shape == b.shape
-    assert float((a - b).abs().max()) < tolerance
+close = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-6)
 
 
 def test_masked_pixels_change_no_output(model):
@@ -63,7 +62,7 @@ def test_masked_pixels_show_the_mean_or_black(model):
     assert network.network_input(batch)[0][0, :, y1, x1].tolist() == [0, 0, 0]
     black = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, masked_pixels="black"))
     seen = VLBert(black, len(LETTERS)).fast_rcnn.network_input(batch)[0][0, :, y1, x1] * TINY_MODEL.regions.pixel_std
-    close(seen, -torch.tensor([102.9801, 115.9465, 122.7717]), tolerance=1e-4)
+    close(seen, -torch.tensor([102.9801, 115.9465, 122.7717]), atol=1e-4)
 
 
 def test_uncovered_cells_count_as_zero_in_the_mean(model):

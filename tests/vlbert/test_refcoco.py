@@ -210,7 +210,7 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
     assert len(example(detected, samples[1], same).image.boxes) == 1 + 1, "an evaluation of train"
 
 
-def test_settings_that_contradict_each_other_are_refused(task):
+def test_settings_that_contradict_each_other_and_users_expressions_that_do_not_fit_are_refused(task):
     for settings, named in (
         ({"detections": "dets.json"}, "detections and adds_ground_truth need regions=detected"),
         ({"expression_length": 0}, "expression_length is 0"),
@@ -218,6 +218,12 @@ def test_settings_that_contradict_each_other_are_refused(task):
         with pytest.raises(ValueError, match=named):
             RefCOCOSettings(**settings)
     assert RefCOCOSettings(regions="detected", detections="d.json").files == ("refs(unc).p", "instances.json", "d.json")
+    for call, named in (
+        (lambda: task.annotation_for(" "), "the expression ' ' is invalid: it has no words"),
+        (lambda: user_annotation(task, "a", choices=("a", "b"), answer=""), "RefCOCO takes no choices; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
     detected = changed(task, regions="detected")
     for other in (task, changed(detected, adds_ground_truth=True), changed(detected, detections="d")):
         with pytest.raises(ValueError, match="set --model.regions.features=end_to_end, or --task.regions=detected"):
@@ -344,15 +350,3 @@ def test_the_submission_is_a_list_of_boxes(task, samples):
     assert [x, y, x + width, y + height] == np.squeeze(val[0].expression.box).tolist()
     with pytest.raises(ValueError, match="1 ids of val are missing in the predictions, such as 20;"):
         task.submission([rows[0], rows[1], rows[3]])
-
-
-def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):
-    (row,) = predict(task, [example(task, samples[1], task.annotation_for("the left one"))], [[9.0, 1, 5, 2]])
-    assert (row["answer"], row["candidates"]) == ("region 2", 3)
-    assert row["boxes"] == [{"name": "region 2", "box": samples[1].regions.boxes[1].tolist()}]
-    assert {row[name] for name in ("ground_truth", "score", "iou", "hit", "exact")} == {None}
-    assert task.metrics([row]) == {}
-    with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
-        task.annotation_for(" ")
-    with pytest.raises(ValueError, match="RefCOCO takes no choices; leave it out"):
-        user_annotation(task, "the left one", choices=("a", "b"), answer="")

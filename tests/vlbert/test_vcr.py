@@ -326,24 +326,17 @@ def own(task: VCR, sample: object, *question: object) -> Example:
 
 
 def test_a_users_question_is_about_the_regions_of_the_sample(task):
+    """Beside tests/vlbert/test_predict.py: several regions in one place, and a region fills its box."""
     sample, words = tiny_sample(7, regions=3), Vocabulary([*WORDS.tokens, "object"])
     neutral = VCR(dataclasses.replace(task.settings, names="neutral"), words, 8)
     example = own(neutral, sample, "Why is [1] near [2, 3]?", ["no", "[3] is", "the [2]", "no"])
     question = "[CLS] why is object near object and object ? [SEP]"
     assert words.decode(example.texts[1].tokens) == f"{question} object is [SEP]"
     assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
-    np.testing.assert_array_equal(example.image.boxes[1:], prepare_image(sample, TINY_MODEL.regions, False).boxes[1:])
     assert example.image.cells.all()
-    assert not any(right(example))
     (row,) = rows_for(neutral, [example], [[0.0, 0, 5, 1]])
     assert row["question"] == "Why is object 1 near object 2 and object 3?"
-    assert (row["answer"], row["ground_truth"]) == ("the object 2", None)
-    assert [box["name"] for box in row["boxes"]] == ["object 1", "object 2", "object 3"]
-    rationales = changed(task, subtask="rationale")
-    example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [2]"], "no [1]")
-    assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
-    assert (example.metadata["subtask"], example.metadata["question"]) == ("rationale", "Why? no object 1")
-    assert example.text.token_region.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert (row["answer"], row["ground_truth"], len(row["boxes"])) == ("the object 2", None, 3)
 
 
 FOUR = ["no"] * 4

@@ -97,13 +97,6 @@ def test_training_skips_empty_and_too_long_questions_and_evaluation_cuts_them(ta
         task.examples(urls(samples), None)
 
 
-def test_a_users_question_is_an_example_like_any(task, samples):
-    example = example_of(task, samples[1], task.annotation_for("Is it left?", answer="left"))
-    assert WORDS.decode(example.text.tokens) == "[CLS] is it left ? [SEP] [MASK] [SEP]"
-    (row,) = predicted(task, [example], [3])
-    assert (row["question"], row["answer"], row["ground_truth"]) == ("Is it left?", "left", "left")
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [
