@@ -29,15 +29,10 @@ def samples() -> list:
 
 
 @pytest.fixture
-def folder(tmp_path, samples) -> Path:
-    write_vcr(tmp_path, samples)
-    return tmp_path
-
-
-@pytest.fixture
-def task(folder) -> VCR:
+def task(tmp_path, samples) -> VCR:
     """A person is called person, so that texts do not depend on a random choice of names; res5 has 2 x 2 cells."""
-    return VCR(VCRSettings(str(folder), names="class", mask_size=2, max_tokens=40), WORDS, 8)
+    write_vcr(tmp_path, samples)
+    return VCR(VCRSettings(str(tmp_path), names="class", mask_size=2, max_tokens=40), WORDS, 8)
 
 
 def first(task: VCR, samples: list, split: str | None = None, **given: Any) -> Example:
@@ -53,7 +48,6 @@ def right(example: Example) -> list[bool]:
 
 
 ANSWERS = ["no", "person is nearby", "the dog", "person"]
-RATIONALES = ["because dog is nearby", "no", "no no", "because"]
 QUESTION = "[CLS] why is person and dog holding cup ?"
 
 
@@ -107,8 +101,8 @@ def test_truncation_is_that_of_the_published_loop(question, answer, choices, lim
         assert [len(part[0]) for part in row] == [len(part[0]) for part in other], "each as if it were the only one"
 
 
-def test_the_texts_of_a_mirrored_image_have_their_sides_swapped_or_not(task, samples, folder):
-    file = folder / "val.jsonl"
+def test_the_texts_of_a_mirrored_image_have_their_sides_swapped_or_not(task, samples, tmp_path):
+    file = tmp_path / "val.jsonl"
     file.write_text(file.read_text().replace('"holding"', '"Left"'))
     words = Vocabulary([*WORDS.tokens, "left", "right"])
     for swapped, side in ((True, "right"), (False, "left")):
@@ -123,7 +117,7 @@ def names_in(example: Example) -> list[str]:
     return [word for word in texts(example)[1].split() if word in PEOPLE]
 
 
-def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, samples, folder):
+def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, samples, tmp_path):
     neutral = changed(task, names="neutral")
     found = [names_in(first(neutral, samples, seed=seed)) for seed in range(12)]
     for person, another in found:
@@ -136,14 +130,14 @@ def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, sampl
     renamed = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
     assert names_in(first(neutral, renamed, "val", seed=5)) == expected
     several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(12)]
-    write_vcr(folder, several)
-    (folder / "val.jsonl").write_text((folder / "train.jsonl").read_text())
+    write_vcr(tmp_path, several)
+    (tmp_path / "val.jsonl").write_text((tmp_path / "train.jsonl").read_text())
     assert len({names_in(example)[0] for example in examples_of(neutral, several, split="val")}) > 2, "of other images"
 
 
 @pytest.mark.parametrize("scale", [1, 2.5])
-def test_the_regions_are_the_annotated_objects_with_their_masks_mirrored_or_not(task, samples, folder, scale):
-    write_vcr(folder, samples, scale)
+def test_the_regions_are_the_annotated_objects_with_their_masks_mirrored_or_not(task, samples, tmp_path, scale):
+    write_vcr(tmp_path, samples, scale)
     image = first(task, samples).image
     assert image.boxes.tolist() == [[0, 0, 95, 63], *BOXES]
     assert image.classes.tolist() == [0, 1, 17, 1, 42], "COCO's, from 1"
@@ -170,13 +164,12 @@ def test_a_share_of_the_regions_is_masked_and_labelled_in_training_alone(task, s
     every = changed(task, masked_regions=1.0)
     assert not first(every, samples, "val").image.masked.any()
     assert new_model(every)(collate(examples_of(every, samples)))["regions"][1] == 2 * 4 * 4
-    assert new_model(task)(collate(examples_of(task, samples)))["regions"][1] == 2 * 4 * 5, "and the whole image"
 
 
 @pytest.mark.parametrize(
     ("settings", "answers", "regions"),
     [
-        ({}, 8, 40),
+        ({}, 8, 40),  # unmasked: four objects and the whole image, four texts, two images
         ({"loss": "softmax", "pooled": False, "mention_visual_embedding": "image", "instance_masks": False}, 2, 40),
         ({"classifier": "two_layers", "region_loss": "appearance"}, 8, 10),
         ({"region_loss": "appearance", "masked_regions": 0.5}, 8, None),
@@ -232,8 +225,8 @@ def without_labels(folder: Path, split: str, of: str) -> None:
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
-def test_examples_without_labels_add_no_loss(task, samples, folder):
-    without_labels(folder, "test", of="val")
+def test_examples_without_labels_add_no_loss(task, samples, tmp_path):
+    without_labels(tmp_path, "test", of="val")
     one = changed(task, loss="softmax", region_loss="appearance")
     model = new_model(one, dataclasses.replace(TINY_MODEL, dropout=0.0))
     labelled, unlabelled = first(one, samples), first(one, samples, "test")
@@ -254,13 +247,13 @@ def rows_for(task: VCR, examples: list[Example], scores: list[list[float]]) -> l
     return task.predictions(None, FIRST, with_scores(scores), collate(examples))
 
 
-def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, folder):
+def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, tmp_path):
     rationales = changed(task, subtask="rationale")
     (known,) = examples_of(rationales, samples, split="val")
     assert (known.metadata["conditioned_on"], known.metadata["label"]) == (2, 0)
     assert right(known) == [True, False, False, False]
     assert known.text.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
-    without_labels(folder, "test", of="val")
+    without_labels(tmp_path, "test", of="val")
     found = examples_of(rationales, samples, split="test")
     assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]
     for example, answer in zip(found, ANSWERS, strict=True):
@@ -302,18 +295,18 @@ def test_two_joined_runs_give_three_accuracies(task, samples):
     assert task.metrics(one_missing)["joint_accuracy"] == 1, "of the items with both"
 
 
-def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, samples, folder):
-    one, another = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, samples, tmp_path):
+    one, another = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     wordless = one.replace('["no"], [[2]', '[" ", []], [[2]')
-    (folder / "train.jsonl").write_text(wordless + another)
+    (tmp_path / "train.jsonl").write_text(wordless + another)
     found = task.examples(urls(samples), None)
     assert found.samples.tolist() == [1]
     assert found.skipped[0].endswith("train.jsonl line 1: it has no word in its answer_choices[0]")
-    (folder / "odd.jsonl").write_text(wordless)
+    (tmp_path / "odd.jsonl").write_text(wordless)
     found = task.examples(urls(samples), "odd")
     assert (len(found), found.skipped, len(found.invalid)) == (1, (), 1)
     assert texts(first(task, samples, "odd"))[0].endswith("holding cup ? [SEP] [SEP]")
-    without_labels(folder, "test", of="val")
+    without_labels(tmp_path, "test", of="val")
     both = changed(task, train_on=("train", "test")).examples(urls(samples), None)
     assert (both.samples.tolist(), len(both.skipped)) == ([1], 2)
     with pytest.raises(ValueError, match="none of the 1 examples of test of .*test.jsonl line 1: it has no labels"):
