@@ -35,10 +35,9 @@ def test_either_variant_can_be_laid_over_any_recipe_and_the_other_over_that(name
 
 
 def test_epochs_of_the_family_are_those_of_its_own_batches():
-    recipe = RECIPES["finetune_vqa_vilbert_base"]  # 20 epochs, 256 of 443,757 questions a step
-    assert recipe.steps == pytest.approx(20 * 443_757 / 256, rel=1e-3)
-    assert recipe.validate_every == recipe.save_every == recipe.steps // 20
-    assert recipe.optimizer.warmup_steps == 2 * recipe.save_every
+    recipe = RECIPES["finetune_vcr_unicoder_vl_base"]  # 20 epochs, one of them warm-up, 48 of 212,923 questions a step
+    assert recipe.steps == pytest.approx(20 * 212_923 / 48, rel=1e-3)
+    assert recipe.validate_every == recipe.save_every == recipe.optimizer.warmup_steps == recipe.steps // 20
 
 
 def test_every_rule_concerns_a_recipe():
