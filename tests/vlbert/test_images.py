@@ -34,6 +34,10 @@ def test_an_image_of_the_right_size_is_only_decoded_and_boxes_grow_with_another(
     assert seen.boxes[0].tolist() == [0, 0, 190, 126], "the whole image grows as they do"
     assert prepare_image(sample, LARGER, flip=True).boxes[0].tolist() == [1, 0, 191, 126]
     np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
+    more = prepare_image(sample, LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))  # those of a task
+    np.testing.assert_array_equal(more.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])
+    with pytest.raises(ValueError, match="cannot join precomputed features"):
+        prepare_image(with_features(sample), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
 
 
 def test_flipped_boxes_stay_on_their_pixels():
@@ -69,13 +73,6 @@ def test_the_whole_image_is_the_mean_of_unmasked_precomputed_features():
     np.testing.assert_allclose(part.features[0], features[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(part.covered, everything.boxes[3:])
     assert np.isfinite(seen.to_input(np.array([False, True, True, True])).features).all()
-
-
-def test_boxes_of_a_task_follow_those_of_the_detector():
-    seen = prepare_image(tiny_sample(1), LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))
-    np.testing.assert_array_equal(seen.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])
-    with pytest.raises(ValueError, match="cannot join precomputed features"):
-        prepare_image(with_features(tiny_sample(1)), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -34,13 +34,8 @@ def rows_of(table: dict[str, list[list[float]]]) -> list[dict]:
     ]
 
 
-@pytest.fixture
-def items(tmp_path) -> Path:
+def test_the_csv_has_the_order_of_the_items_and_exact_numbers(tmp_path):
     (tmp_path / "val.jsonl").write_text(lines_of())
-    return tmp_path / "val.jsonl"
-
-
-def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
     third = [1 / 3, 1 / 3, 1 / 3 - 1e-17, 1e-17]
     table = {"b": [third, EVEN, [0.7, 0.1, 0.1, 0.1], EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
     text = submission(tmp_path, rows_of(table))
@@ -68,9 +63,10 @@ INCOMPLETE = [
 
 
 @pytest.mark.parametrize(("rows", "named"), INCOMPLETE, ids=[named for _, named in INCOMPLETE])
-def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
+def test_predictions_that_the_leaderboard_refuses_are_named(tmp_path, rows, named):
+    (tmp_path / "val.jsonl").write_text(lines_of())
     with pytest.raises(ValueError, match=named):
-        submission(items.parent, rows)
+        submission(tmp_path, rows)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +87,8 @@ def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
         (Path("/proc/self/mem"), r"^cannot read .*val\.jsonl: Input/output error"),
     ],
 )
-def test_a_wrong_item_is_named_by_its_line(items, content, named):
-    items.unlink()
+def test_a_wrong_item_is_named_by_its_line(tmp_path, content, named):
+    items = tmp_path / "val.jsonl"
     if isinstance(content, Path):
         items.symlink_to(content)
     elif content:
