@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,15 +92,29 @@ def retrieval(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
 TASKS = {"pre-training": pretraining, "vqa": vqa, "vcr": vcr, "refcoco+": refcoco}
 
 
-def examples_of(task: Task, samples: list[Sample], config: ModelConfig, split: str | None = None) -> list[Example]:
+def changed(task: Task, **settings: object) -> Any:
+    return type(task)(dataclasses.replace(task.settings, **settings), task.vocabulary, task.num_classes)
+
+
+def examples_of(
+    task: Task,
+    samples: list[Sample],
+    config: ModelConfig = TINY_MODEL,
+    split: str | None = None,
+    seed: int | None = None,
+    flip: bool = False,
+) -> list[Example]:
+    """The examples of a split; None: of training. Without a seed each sample has its own."""
     found = task.examples(urls(samples) if task.settings.folder else samples, split)
     notes = found.annotations or [None] * len(found)
-    return [
-        task.example(samples[i], prepare_image(samples[i], config.regions, False), note, np.random.default_rng(i))
-        for i, note in zip(found.samples, notes, strict=True)
-    ]
+
+    def made(number: int, note: Any) -> Example:
+        rng = np.random.default_rng(number if seed is None else seed)
+        return task.example(samples[number], prepare_image(samples[number], config.regions, flip), note, rng)
+
+    return [made(*one) for one in zip(found.samples, notes, strict=True)]
 
 
-def new_model(task: Task, config: ModelConfig) -> TaskModel:
+def new_model(task: Task, config: ModelConfig = TINY_MODEL) -> TaskModel:
     torch.manual_seed(0)
     return TaskModel(VLBert(config, len(task.vocabulary)), task)

@@ -1,4 +1,4 @@
-"""The training program under torchrun, and what its log says."""
+"""The training program under torchrun, what its log says, and what an evaluation wrote."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow.parquet as pq
 from places import PROJECT
 from tiny import as_overrides, tiny_recipe
 
@@ -20,6 +21,14 @@ def losses(root: Path, name: str) -> list[tuple]:
     kept = ("loss_words", "loss_text_words", "loss_regions")
     lines = read_metrics(open_store(str(root)), name, "training")
     return [(line["step"], *(line.get(loss) for loss in kept)) for line in lines]
+
+
+def rows_in(folder: Path) -> list[dict]:
+    return pq.read_table(folder / "predictions.parquet").to_pylist()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:

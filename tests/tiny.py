@@ -5,6 +5,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.corpus import make_corpus
 from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.pretraining import PretrainingSettings
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 80, 220), "white": (240, 240, 240)}
@@ -28,6 +30,7 @@ SHAPES = ("square", "circle")
 CLASSES = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
 DETECTOR = "00000000beef"
 SIZE = (96, 64)  # width, height
+LETTERS = Vocabulary([*SPECIALS, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)])
 
 
 def tiny_sample(number: int, regions: int = 2) -> Sample:

@@ -30,21 +30,6 @@ def precomputed(regions: int, channels: int = 2) -> ImageInput:
     return dataclasses.replace(image_input(regions, 4, 6), pixels=None, features=features)
 
 
-def test_rows_keep_their_content_and_padding_is_marked():
-    wide, tall = (image_input(*size) for size in ((2, 4, 6), (3, 5, 2)))
-    text = Example("text", words(5, [0, 4]))
-    batch = collate([Example("a", words(3, [1]), wide, {"n": 1}), text, Example("b", words(2, []), tall)])
-    assert batch.keys == ["a", "text", "b"]
-    assert batch.metadata == [{"n": 1}, {}, {}]
-    assert batch.text_mask.sum(1).tolist() == [3, 5, 2]
-    assert batch.tokens[0].tolist() == [1, 2, 3, 0, 0]
-    assert batch.region_mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
-    assert batch.boxes[2, 2].tolist() == [8, 9, 10, 11]
-    assert batch.image_of.tolist() == [1, -1, 0], "the tall image is of the first group"
-    assert batch.region_classes.tolist() == [[0, 0, 0]] * 3
-    assert (batch.features.numel(), batch.cells.numel()) == (0, 0)
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5))
 @example([(8, 12), (12, 8), (9, 12), (12, 7), (7, 11)])
@@ -95,7 +80,7 @@ def test_what_belongs_to_the_regions_of_an_image_stands_there_once_in_image_orde
     )
 )
 @example([([(3, {0, 2})], 2, True, True), ([(6, {5})], 0, True, False), ([(1, set()), (2, {1})], 4, False, False)])
-def test_index_lists_and_sizes_say_what_the_masks_say(rows):
+def test_index_lists_and_sizes_say_what_the_masks_say_and_rows_keep_their_content(rows):
     """Of each example: length and labels of its texts, its regions, whether the image is tall, whether it counts."""
     examples = []
     for texts, regions, tall, counted in rows:
@@ -112,24 +97,27 @@ def test_index_lists_and_sizes_say_what_the_masks_say(rows):
     boxes = batch.boxes[batch.image_rows][batch.region_mask[batch.image_rows]]
     torch.testing.assert_close(batch.of_real_regions(batch.boxes), boxes)
     owners = [example for example in examples for _ in example.texts]
+    assert batch.keys == ["e"] * len(examples)
+    assert [number >= 0 for number in batch.image_of.tolist()] == [example.image is not None for example in owners]
+    assert not batch.tokens[~batch.text_mask].any()
     assert batch.counted.tolist() == [row for row, example in enumerate(owners) if example.counted]
     texts, images = [text for example in examples for text in example.texts], [example.image for example in owners]
-    for name, parts, padded in (
-        ("word_label_mask", texts, batch.text_mask),
-        ("region_label_mask", images, batch.region_mask),
+    for row, (text, image) in enumerate(zip(texts, images, strict=True)):
+        assert batch.tokens[row][batch.text_mask[row]].tolist() == text.tokens.tolist()
+        assert batch.boxes[row][batch.region_mask[row]].tolist() == (image.boxes.tolist() if image else [])
+    for name, parts, width in (
+        ("word_label_mask", texts, batch.tokens.shape[1]),
+        ("region_label_mask", images, batch.boxes.shape[1]),
     ):
-        mask = torch.zeros_like(padded)
-        for row, part in enumerate(parts):
-            if part is not None:
-                mask[row, : len(part.label_masks[name])] = torch.from_numpy(part.label_masks[name])
-        if any(part is not None for part in parts):
-            assert batch.labelled[name].tolist() == mask.flatten().nonzero()[:, 0].tolist()
-            assert list(batch.sizes.labelled[name]) == mask.sum(1).tolist()
-            numbered = torch.arange(mask.numel()).view(*mask.shape, 1)
-            assert select(numbered, batch.labelled[name])[:, 0].tolist() == numbered[..., 0][mask].tolist()
-    assert batch.tokens.flatten()[batch.labelled["word_label_mask"]].tolist() == [
-        1 + label for label in batch.labels["words"].tolist()
-    ], "each label's token"
+        labels = [part.label_masks[name].nonzero()[0] if part else [] for part in parts]
+        places = [row * width + place for row, of_row in enumerate(labels) for place in of_row]
+        if any(parts):
+            assert batch.labelled[name].tolist() == places
+            assert list(batch.sizes.labelled[name]) == [len(of_row) for of_row in labels]
+            numbered = torch.arange(len(parts) * width).view(-1, width, 1)
+            assert select(numbered, batch.labelled[name])[:, 0].tolist() == places
+    found = batch.tokens.flatten()[batch.labelled["word_label_mask"]]
+    assert torch.equal(found, 1 + batch.labels["words"]), "each label's token"
 
 
 def test_examples_that_do_not_fit_together_are_refused():

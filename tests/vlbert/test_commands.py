@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,17 +33,15 @@ def test_a_command_has_help(capsys, command):
     assert capsys.readouterr().out.startswith(f"usage: vlbert {command} ")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_script_completes_commands_recipes_and_fields(capsys, shell):
+def test_the_script_completes_commands_recipes_and_fields(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--tyro-print-completion", shell])
+        main(["--tyro-print-completion", "bash"])
     assert not ended.value.code
     printed = capsys.readouterr().out
     assert {"train-detector", "pretrain_vlbert", "detector_demo", "--size", "--data.root", "--download.contact"} <= {
         *re.findall(r"[\w.-]+", printed)
     }
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=printed, text=True, check=True)
+    subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
 
 
 def test_the_version_is_that_of_pyproject_toml(capsys):
@@ -79,12 +76,8 @@ def test_errors_of_a_program_call_it_as_it_was_called(arguments, named):
 def test_the_installed_script_finds_a_recipe_of_the_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text("from vlbert.recipes.vlbert import finetune_vqa as recipe\n")
     script = str(Path(sys.executable).parent / "vlbert")
-    ended = [
-        subprocess.run(
-            [script, "train", name, "--size", "large", "--help"], cwd=tmp_path, capture_output=True, text=True
-        )
-        for name in ("mine:recipe", "yours:recipe")
-    ]
+    commands = ([script, "train", f"{name}:recipe", "--size", "large", "--help"] for name in ("mine", "yours"))
+    ended = [subprocess.run(command, cwd=tmp_path, capture_output=True, text=True) for command in commands]
     assert (ended[0].returncode, ended[1].returncode) == (0, 1)
     assert all(text in ended[0].stdout for text in ("--size {base,large,demo}", "--data.root", "(default: 1024)"))
     assert re.fullmatch("vlbert train yours:recipe: yours cannot be imported .*; run this in .*\n", ended[1].stderr)

@@ -13,7 +13,7 @@ from places import SHARED
 from detectors.resnet import ResNetConfig
 from storage.sample import Regions, Sample
 from vlbert.config import RegionConfig
-from vlbert.data.batch import Example, collate
+from vlbert.data.batch import collate
 from vlbert.data.corpus import TextCorpus, make_corpus
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import Vocabulary
@@ -107,27 +107,17 @@ def config(kind: str) -> RegionConfig:
     return RegionConfig("end_to_end", short_side=120, long_side=200, resnet=TINY_RESNET)
 
 
-@functools.cache
-def example(kind: str, flip: int, number: int) -> Example:
-    theirs = of(kind, flip, number)
-    task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
-    draws = Draws(theirs("in_u_words"), theirs("in_u_boxes"))
-    return task.example(sample(number), prepare_image(sample(number), config(kind), bool(flip)), None, draws)
-
-
-def of(kind: str, flip: int, number: int) -> functools.partial:
-    return functools.partial(lambda name: figures()[f"cc_{kind}_flip{flip}/{number}/{name}"])
-
-
-every_record = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("kind", "flip", "number"),
     [(kind, flip, number) for kind in ("prec", "e2e") for flip in (0, 1) for number in range(RECORDS)],
 )
+def test_words_and_regions_are_masked_labelled_truncated_and_computed_from_as_by_the_authors(kind, flip, number):
+    def theirs(name: str) -> np.ndarray:
+        return figures()[f"cc_{kind}_flip{flip}/{number}/{name}"]
 
-
-@every_record
-def test_words_and_regions_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip, number):
-    theirs, found = of(kind, flip, number), example(kind, flip, number)
+    task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
+    image = prepare_image(sample(number), config(kind), bool(flip))
+    found = task.example(sample(number), image, None, Draws(theirs("in_u_words"), theirs("in_u_boxes")))
     words, image = found.text, found.image
     np.testing.assert_array_equal(words.tokens, theirs("text"))
     labels = np.full(len(words.tokens), -1)
@@ -144,13 +134,8 @@ def test_words_and_regions_are_masked_labelled_and_truncated_as_by_the_authors(k
     # Class distributions are kept as float16.
     np.testing.assert_allclose(classes.max(axis=1), theirs("mvrc_labels_max")[labelled], atol=5e-4)
     np.testing.assert_allclose(classes.sum(axis=1), theirs("mvrc_labels_sum")[labelled], atol=2e-3)
-
-
-@every_record
-def test_the_network_gets_the_authors_features_or_pixels(kind, flip, number):
-    """The whole image's feature is the mean of unmasked pixels. Pixels: blue, green, red in this order, the mean off,
-    masked regions at zero: those that were cut away, too."""
-    theirs, found = of(kind, flip, number), example(kind, flip, number)
+    # The whole image's feature is the mean of unmasked pixels. Pixels: blue, green, red in this order, the mean off,
+    # masked regions at zero: those that were cut away, too.
     if kind == "prec":
         features = found.image.features  # kept as float16
         np.testing.assert_allclose(features[:, :8], theirs("features_first8"), rtol=1e-3, atol=2e-4)

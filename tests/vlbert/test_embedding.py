@@ -140,14 +140,3 @@ def test_head_initialisation(rule, spread):
     assert uniform == (rule == "xavier")
     pooled = VCRHead(config, VCRSettings()).pooler.dense.weight.detach()
     assert float(pooled.std()) == pytest.approx(32**-0.5 if rule == "xavier" else 0.25, rel=0.1)
-
-
-def test_tied_words_carry_their_regions_visual_embedding():
-    model = make()
-    texts = words(7, 8, 9), words(7, 8, 9, token_region=(0, 3, 0))
-    both = collate([Example("other", words(5), image(seed=1)), Example("a", texts[0], image(), more=texts[1:])])
-    with torch.no_grad():
-        found, *_ = model.embedding(both, model.appearance(both)).joined()
-    differs = (found[1] - found[2]).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == [1]
-    torch.testing.assert_close(found[1], embedded(model, batch()))

@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from places import PROJECT
-from programs import torchrun
+from programs import contents, rows_in, torchrun
 from refcoco_files import change_refs, write_refcoco
 from seeded import reseal
 from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
@@ -23,7 +22,7 @@ from vqa_files import ANNOTATORS, coco, write_vqa
 
 from storage.object_store import StorageUnreachable
 from storage.sample import Sample
-from training.distributed import World
+from training.distributed import ALONE
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation, load_task_model, main
@@ -37,7 +36,6 @@ from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
 from vlbert.train import train
 
-ALONE = World(0, 1, torch.device("cpu"))
 FILES = {"predictions.parquet", "metrics.json", "index.html"}
 SAMPLES = [tiny_sample(i, regions=2 + i % 2) for i in range(12)]
 
@@ -65,43 +63,17 @@ def copy(refcoco: Path, tmp_path: Path) -> Path:
 
 
 def refcoco_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
-    return tiny_recipe(
-        folder / "storage",
-        run_name=run,
-        task=RefCOCOSettings(str(folder / "refcoco+"), **task),
-        data=DataConfig(
-            root=str(folder / "storage"), datasets={"refcoco+": None}, held_out=("refcoco+",), batch=4, workers=0
-        ),
-        vocabulary=None,
-        vocabulary_size=60,
-        steps=2,
-        save_every=2,
-        random_init=True,
-    )
+    root, settings = folder / "storage", RefCOCOSettings(str(folder / "refcoco+"), **task)
+    data = DataConfig(str(root), {"refcoco+": None}, held_out=("refcoco+",), batch=4, workers=0)
+    changes = {"vocabulary": None, "vocabulary_size": 60, "steps": 2, "save_every": 2, "random_init": True}
+    return tiny_recipe(root, run_name=run, task=settings, data=data, **changes)
 
 
-def evaluated(
-    folder: Path,
-    run: str = "tuned",
-    split: str = "val",
-    out: Path | None = None,
-    **changes: object,
-) -> dict:
+def evaluated(folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, **changes: object) -> dict:
     given = {"task.folder": str(folder / "refcoco+")} | {f"task.{name}": value for name, value in changes.items()}
     recipe = refcoco_recipe(folder)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=""))
     return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def rows_in(folder: Path) -> list[dict]:
-    return pq.read_table(folder / "predictions.parquet").to_pylist()
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
 
 
 def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
@@ -117,6 +89,9 @@ def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "(reported in the paper, %: 79.88 base, 80.31 large)" in printed
     assert printed.splitlines()[-1] == f"evaluated val: {tmp_path / 'out'}"
+    assert evaluated(refcoco, "memory", out=tmp_path / "memory")["trained_on_this_split"]
+    with pytest.raises(ValueError, match=r"--task.validate_on=val is also in task.train_on=val,train"):
+        check_complete(refcoco_recipe(refcoco, train_on=("val", "train"), validate_on="val"))
 
 
 def test_an_evaluation_lies_beside_its_run_and_is_repeatable_to_the_byte(copy, capsys):
@@ -226,13 +201,6 @@ def test_unreadable_and_invalid_examples_are_counted_and_named(copy, tmp_path, c
         evaluated(copy, out=tmp_path / "none")
 
 
-def test_a_model_that_was_trained_on_the_split_is_named(refcoco, tmp_path):
-    assert evaluated(refcoco, "memory", out=tmp_path / "out")["trained_on_this_split"]
-    assert "WARNING: the model was trained on this split (val)" in (tmp_path / "out" / "index.html").read_text()
-    with pytest.raises(ValueError, match=r"--task.validate_on=val is also in task.train_on=val,train"):
-        check_complete(refcoco_recipe(refcoco, train_on=("val", "train"), validate_on="val"))
-
-
 def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path):
     root = tiny_root(tmp_path)
     recipe = tiny_recipe(root, run_name="pretrained", steps=1, save_every=1)
@@ -242,7 +210,10 @@ def test_a_pretraining_is_evaluated_on_a_dataset_and_on_shuffled_images(tmp_path
     assert "words_accuracy_shuffled" in summary["metrics"]
     assert not summary["trained_on_this_split"]
     own = evaluate(recipe, [f"{root}/runs/pretrained"], "captions", {}, None, ALONE)
-    assert warnings(own)[0] == "WARNING: the model was trained on this split (captions)"
+    named = "WARNING: the model was trained on this split (captions)"
+    assert warnings(own)[0] == named
+    (folder,) = (root / "runs/pretrained/evaluations").glob("captions-*")
+    assert named in (folder / "index.html").read_text()
 
 
 @pytest.mark.slow
@@ -255,7 +226,7 @@ def test_two_processes_with_live_norms_validate_what_they_save(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     evaluate(tiny_recipe(root, **changes), [f"{root}/runs/live"], "held-out", {}, None, ALONE)
     (folder,) = (root / "runs/live/evaluations").iterdir()
-    evaluated = {row["key"]: row["probability"] for row in pq.read_table(folder / "predictions.parquet").to_pylist()}
+    evaluated = {row["key"]: row["probability"] for row in rows_in(folder)}
     lines = (root / "runs/live/predictions.jsonl").read_text().splitlines()
     validated = {row["key"]: row["probability"] for row in map(json.loads, lines)}
     assert validated.keys() == evaluated.keys()
@@ -281,9 +252,6 @@ def test_two_processes_write_what_one_writes_to_the_byte(refcoco, tmp_path):
         assert ended.stdout.count("evaluated val") == 1, "one rank prints"
         assert ended.stdout.count("evaluated already") == done
     assert contents(tmp_path / "2") == contents(tmp_path / "1")
-
-
-# --- two runs that join -----------------------------------------------------------------------------------------------
 
 
 FRESH = {"vocabulary": None, "steps": 1, "save_every": 1, "random_init": True}
@@ -330,9 +298,6 @@ def test_two_runs_are_joined_each_with_the_settings_of_its_training(refcoco, tmp
             evaluate(recipe, names, "val", {}, None, ALONE)
 
 
-# --- the model of a checkpoint ----------------------------------------------------------------------------------------
-
-
 def test_a_task_model_is_that_of_its_checkpoint(refcoco, tmp_path):
     checkpoint = open_checkpoint(f"{refcoco}/storage/runs/memory")
     model, recipe = load_task_model(checkpoint)
@@ -352,9 +317,6 @@ def test_a_task_model_is_that_of_its_checkpoint(refcoco, tmp_path):
     expected = refcoco_recipe(refcoco)
     assert (recipe.name, recipe.task, recipe.model) == ("converted", expected.task, expected.model)
     assert isinstance(model.task, RefCOCO)
-
-
-# --- what a head's outputs mean ---------------------------------------------------------------------------------------
 
 
 def test_a_model_answers_from_the_list_of_its_training_and_goes_on_only_with_it(tmp_path):
@@ -389,9 +351,6 @@ def test_a_model_answers_from_the_list_of_its_training_and_goes_on_only_with_it(
     assert predictions(tmp_path / "none") == before
     answers.write_text("\n".join(listed))
     assert train(started, ALONE) is not None
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
+from tiny import CLASSES, LETTERS, TINY_MODEL, tiny_recipe, tiny_sample
 
-from training.distributed import World
+from training.distributed import ALONE
 from training.loading import copy_ahead
 from training.precision import autocast, recipe_precision
 from vlbert.data.batch import Batch, collate
 from vlbert.data.images import prepare_image
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.execution import execute_as
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
-LETTERS = Vocabulary([*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")])
 TASK = Pretraining(PretrainingSettings(), LETTERS, len(CLASSES))
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 def ragged(number: int) -> Batch:
@@ -88,14 +85,11 @@ def test_activation_checkpointing_changes_no_bit(norm: str, precision: str):
         assert torch.equal(again.eval().vlbert(ragged(1)).text, plain.eval().vlbert(ragged(1)).text)
 
 
-def compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # the only place that counts them
-
-
 @pytest.mark.slow
 def test_compiled_equals_eager_and_ragged_batches_share_graphs():
     plain, compiled = (a_model(dropout=0.0, frozen_stages=4) for _ in range(2))
-    before = compiled_graphs()
+    counts = torch._dynamo.utils.counters["stats"]  # the only place that counts graphs
+    before = counts["unique_graphs"]
     execute_as(tiny_recipe(Path(), compile=True), compiled.vlbert)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     for number in range(6):
@@ -104,7 +98,9 @@ def test_compiled_equals_eager_and_ragged_batches_share_graphs():
         largest = max(float(gradient.norm()) for gradient in gradients.values())
         for name, gradient in gradients.items():
             assert float((others[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-2 * largest), name
-    assert 1 <= compiled_graphs() - before <= 3  # a layer, a block of res5; at most one more, where a batch is full
+    assert (
+        1 <= counts["unique_graphs"] - before <= 3
+    )  # a layer, a block of res5; at most one more, where a batch is full
 
 
 def test_copy_ahead_keeps_the_order():

@@ -5,12 +5,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from family import with_features
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiny import TINY_MODEL, tiny_sample
 
-from storage.sample import Regions, Sample
+from storage.sample import Regions
 from vlbert.config import RegionConfig
 from vlbert.data.images import prepare_image, resized_size
 
@@ -19,7 +20,7 @@ PRECOMPUTED = dataclasses.replace(AS_STORED, features="precomputed", random_init
 LARGER = RegionConfig(short_side=128, long_side=400)
 
 
-def test_an_image_of_the_right_size_is_only_decoded():
+def test_an_image_of_the_right_size_is_only_decoded_and_boxes_grow_with_another():
     sample = tiny_sample(3)
     seen = prepare_image(sample, AS_STORED, flip=False)
     pillow = np.asarray(Image.open(io.BytesIO(sample.image)).convert("RGB")).transpose(2, 0, 1)
@@ -27,16 +28,16 @@ def test_an_image_of_the_right_size_is_only_decoded():
     assert np.abs(seen.pixels.numpy().astype(int) - pillow).max() <= 3, "another JPEG decoder may round differently"
     np.testing.assert_array_equal(seen.boxes[1:], sample.regions.boxes)
     assert seen.boxes[0].tolist() == [0, 0, 95, 63]
-
-
-def test_boxes_grow_with_the_image():
-    sample = tiny_sample(3)
     seen = prepare_image(sample, LARGER, flip=False)
     assert tuple(seen.pixels.shape) == (3, 128, 192)
     np.testing.assert_allclose(seen.boxes[1:], sample.regions.boxes * 2)
     assert seen.boxes[0].tolist() == [0, 0, 190, 126], "the whole image grows as they do"
     assert prepare_image(sample, LARGER, flip=True).boxes[0].tolist() == [1, 0, 191, 126]
     np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
+    more = prepare_image(sample, LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))  # those of a task
+    np.testing.assert_array_equal(more.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])
+    with pytest.raises(ValueError, match="cannot join precomputed features"):
+        prepare_image(with_features(sample), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
 
 
 def test_flipped_boxes_stay_on_their_pixels():
@@ -56,20 +57,12 @@ def test_flipped_boxes_stay_on_their_pixels():
         assert (seen.pixels[:, :, :4] if not flip else seen.pixels[:, :, -4:]).float().mean((1, 2))[2] > 230
 
 
-def with_features(number: int, regions: int) -> Sample:
-    sample = tiny_sample(number, regions)
-    features = np.random.default_rng(number).standard_normal((regions, PRECOMPUTED.channels)).astype(np.float16)
-    return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
-
-
 def test_the_whole_image_is_the_mean_of_unmasked_precomputed_features():
-    sample = with_features(1, regions=3)
+    sample = with_features(tiny_sample(1, regions=3))
     features = sample.regions.features.astype(np.float32)
     seen = prepare_image(dataclasses.replace(sample, image=b"never decoded"), PRECOMPUTED, flip=False)
     everything = seen.to_input()
-    assert everything.pixels is None
-    assert everything.size == (96, 64)
-    assert everything.features.dtype == np.float32
+    assert (everything.pixels, everything.size, everything.features.dtype) == (None, (96, 64), np.float32)
     np.testing.assert_allclose(everything.features, [features.mean(0), *features], rtol=1e-6)
     # Regions 0 and 1 fit into the row, 0 is masked: what did not fit still counts ...
     part = seen.to_input(np.array([False, True, False, False]), count=2)
@@ -80,13 +73,6 @@ def test_the_whole_image_is_the_mean_of_unmasked_precomputed_features():
     np.testing.assert_allclose(part.features[0], features[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(part.covered, everything.boxes[3:])
     assert np.isfinite(seen.to_input(np.array([False, True, True, True])).features).all()
-
-
-def test_boxes_of_a_task_follow_those_of_the_detector():
-    seen = prepare_image(tiny_sample(1), LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))
-    np.testing.assert_array_equal(seen.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])
-    with pytest.raises(ValueError, match="cannot join precomputed features"):
-        prepare_image(with_features(1, 2), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

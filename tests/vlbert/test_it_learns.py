@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw
 from tiny import DETECTOR, TINY_MODEL
 
 from storage.sample import Regions, Sample, sample_key
-from training.distributed import World
+from training.distributed import ALONE
 from training.optimizer import OptimizerConfig, make_optimizer, set_learning_rate
-from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
+from vlbert.config import DataConfig, Recipe, RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.masking import RegionMasking, WordMasking
@@ -31,7 +31,6 @@ from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.validate import validate
 
-ALONE = World(0, 1, torch.device("cpu"))
 SEEDS = (0, 1, 2)
 STEPS = 80
 DATA = DataConfig(batch=32, workers=0)
@@ -181,18 +180,13 @@ def commonest(held_out: Drawn) -> float:
     return float(np.mean([max(count.values()) / count.total() for count in counts]))
 
 
-def precomputed() -> ModelConfig:
-    """A model of features that come as they are: nothing but the encoder has to learn."""
-    regions = RegionConfig(features="precomputed", resnet=dataclasses.replace(MODEL.regions.resnet, width=1))
-    return dataclasses.replace(MODEL, regions=regions)
-
-
 def test_a_masked_word_is_learned_from_its_tied_region():
     """Each image has two texts, alike but for the region that [MASK] is tied to: who ignores it is right half the
     time."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    config = precomputed()
+    regions = RegionConfig(features="precomputed", resnet=dataclasses.replace(MODEL.regions.resnet, width=1))
+    config = dataclasses.replace(MODEL, regions=regions)  # nothing but the encoder has to learn
     task = Pretraining(LEARNS, WORDS, num_classes=len(COLOURS))
     colours = [WORDS.ids[colour] for colour in COLOURS]
 

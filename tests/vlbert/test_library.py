@@ -1,28 +1,22 @@
 """VL-BERT as a library: damaged models are refused by name, and the guide runs as it is written."""
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from places import PROJECT
+from guides import blocks
+from places import DATA, PROJECT
 from quickstart import NOTEBOOK, as_text, executed, make_files
 from released import MULTI_TASK, WORDS, needs_key_lists, save_released, small_state, vilbert_state
-from tiny import TINY_MODEL
 
 from training.program import make_recipe
-from vlbert import VLBert
-from vlbert.checkpoint import model_files
 from vlbert.commands import main as run_command
 from vlbert.hf import VLBertModel
 from vlbert.recipes import RECIPES
-
-GUIDE = PROJECT / "docs" / "library.md"
 
 
 def test_importing_vlbert_takes_no_torch_and_its_names_do():
@@ -36,15 +30,6 @@ def test_importing_vlbert_takes_no_torch_and_its_names_do():
         vlbert.VLBart  # noqa: B018
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tensors = {f"vlbert.{name}": tensor for name, tensor in VLBert(TINY_MODEL, len(WORDS)).state_dict().items()}
-    for name, data in model_files(tensors, TINY_MODEL, len(WORDS), WORDS).items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
@@ -55,16 +40,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a model"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .*another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),
-        ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", "vocab.txt has 5 tokens, but the model has 200"),
+        ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", "vocab.txt has 5 tokens, but the model has 7"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
     ],
 )
-def test_a_folder_without_a_whole_model_is_refused(folder, tmp_path, name, content, named):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+def test_a_folder_without_a_whole_model_is_refused(tmp_path, name, content, named):
+    shutil.copytree(DATA / "golden/checkpoint/runs/golden/step-0000003", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "state.json").unlink()
     if content is None:
         (tmp_path / name).unlink()
     elif isinstance(content, dict):  # fields of the model
-        config = json.loads((folder / name).read_text())
+        config = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps(config | {"model": config["model"] | content}))
     else:
         (tmp_path / name).write_bytes(content)
@@ -81,7 +67,7 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     monkeypatch.chdir(tmp_path)
     ran = []
-    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+    for block in blocks("library.md", "bash"):
         for line in block.replace("\\\n", "").splitlines():
             program, command, *arguments = shlex.split(line, comments=True)
             ran.append(command)
@@ -98,7 +84,7 @@ def test_the_notebook_is_the_guide_with_what_it_prints(tmp_path):
     make_files(tmp_path)
     notebook = executed(tmp_path)
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert code == [one.strip("\n") for one in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)]
+    assert code == [one.strip("\n") for one in blocks("library.md", "python")]
     assert NOTEBOOK.read_text() == as_text(notebook), "docs/library.md changed: PYTHONPATH=. python tests/quickstart.py"
     assert "torch.Size([2, 7, 32])" in NOTEBOOK.read_text()
     assert (tmp_path / "on-the-hub/model.safetensors").is_file()

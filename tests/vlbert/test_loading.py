@@ -3,20 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from loaded import ALONE, CPU, rows_in_order, training_data
-from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_root, tiny_sample
+from loaded import CPU, rows_in_order, training_data
+from tiny import TINY_MODEL, tiny_root
 
-from storage.object_store import open_store
 from storage.order import shuffled
 from training.distributed import World
 from training.loading import batches
 from vlbert.config import DataConfig
-from vlbert.data.batch import Batch
 from vlbert.data.loading import ValidationData, check_shares
 from vlbert.data.order import CAPTIONS
-from vlbert.data.samples import open_samples, region_stage
-
-STAGE = f"regions/{DETECTOR}"
 
 
 @pytest.fixture(scope="module")
@@ -24,38 +19,28 @@ def root(tmp_path_factory):
     return tiny_root(tmp_path_factory.mktemp("data"), samples=20)
 
 
-def rows_of(batch: Batch) -> dict[str, tuple]:
-    """Everything that one sample became, by key; of a batch that has none twice."""
-    return dict(rows_in_order(batch))
-
-
 def test_the_order_of_an_epoch_never_changes():
     # Checkpoints depend on it: the same on every machine.
     assert shuffled(np.arange(12), 0, CAPTIONS, 0, 12).tolist() == [7, 0, 6, 10, 1, 3, 11, 4, 2, 8, 5, 9]
 
 
-def test_masks_differ_between_epochs_and_not_between_runs(root):
+def test_workers_change_nothing_and_masks_differ_between_epochs(root):
     data = training_data(root)
-    first = {key: row for step in range(3) for key, row in rows_of(data[step][0]).items()}
-    again = {key: row for step in range(3) for key, row in rows_of(training_data(root)[step][0]).items()}
-    assert first == again
-    later = {key: row for step in range(3, 5) for key, row in rows_of(data[step][0]).items()}
-    differing = [key for key in later if key in first and later[key][1] != first[key][1]]
-    assert len(differing) > 5
-
-
-def test_workers_change_nothing_and_keep_the_order(root):
-    data = training_data(root)
-    alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
-    with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
-    assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
+    steps = [rows_in_order(data[step][0]) for step in range(5)]
+    for workers in (0, 2):
+        found = batches(training_data(root), range(1, 5), workers, CPU)
+        assert [rows_in_order(parts[0]) for parts in found] == steps[1:]
+    first, later = dict(sum(steps[:3], [])), dict(sum(steps[3:], []))
+    assert len([key for key in later if key in first and later[key][1] != first[key][1]]) > 5
 
 
 def test_a_batch_that_a_step_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"):
-        check_shares(DataConfig(batch=8, text_batch=0), world_size=3)
-    with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
-        check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
+    for sizes, processes, named in (
+        ({"batch": 8, "text_batch": 0}, 3, "data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"),
+        ({"text_batch": 4, "gradient_accumulation": 8}, 1, "data.text_batch = 4 .*data.gradient_accumulation = 8"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            check_shares(DataConfig(**sizes), processes)
 
 
 def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
@@ -66,46 +51,25 @@ def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
     assert lines[:20] != lines[20:]
 
 
-def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
-    source = training_data(root).source()
-    world = World(rank, size, CPU)
-    data = ValidationData(source.samples, source.examples, source.task, source.config, TINY_MODEL.regions, world, limit)
-    assert all(not unreadable for _, _, unreadable in data)
-    return [batches for batches, _, _ in data]
+def validation(root, size: int) -> tuple[list, list]:
+    """Over all ranks of such a world: the rows, and those with other images."""
+    source, rows = training_data(root).source(), ([], [])
+    given = source.samples, source.examples, source.task, source.config, TINY_MODEL.regions
+    for rank in range(size):
+        for both, _, unreadable in ValidationData(*given, World(rank, size, CPU), 7):
+            assert not unreadable
+            assert torch.equal(both[0].tokens, both[1].tokens)
+            for found, batch in zip(rows, both, strict=True):
+                found += rows_in_order(batch)
+    return rows
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_validation_examples_are_the_same_in_every_world(root, size):
-    alone = [key for right, _ in validation(root) for key in right.keys]
-    assert len(set(alone)) == len(alone) == 7
-    assert [key for rank in range(size) for right, _ in validation(root, rank, size) for key in right.keys] == alone
-    shown = [row for _, other in validation(root) for row in rows_in_order(other)]
-    of_ranks = [other for rank in range(size) for _, other in validation(root, rank, size)]
-    assert [row for other in of_ranks for row in rows_in_order(other)] == shown
-
-
-def test_shuffled_validation_pairs_every_text_with_another_image(root):
-    own, others = [], []
-    for right, other in validation(root):
-        assert other.keys == right.keys
-        assert torch.equal(other.tokens, right.tokens)
-        for batch, boxes in ((right, own), (other, others)):
-            boxes += [batch.boxes[i][batch.region_mask[i]].tolist() for i in range(len(batch))]
-    assert all(boxes != shown for boxes, shown in zip(own, others, strict=True))
-    assert sorted(others) == sorted(own), "each image is shown once"
-
-
-def test_a_missing_tar_is_found_before_the_first_step(tmp_path):
-    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
-    missing = max((tmp_path / "captions" / STAGE).glob("*.tar"))
-    missing.unlink()
-    with pytest.raises(ValueError, match=f"{missing.name} has 0 bytes, but .*: it is truncated or missing"):
-        open_samples(open_store(str(tmp_path)), "captions", None, None, ALONE)
-
-
-def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
-    store = open_store(str(tmp_path))
-    commit_samples(tmp_path, "captions", [tiny_sample(0)])
-    assert region_stage(store, "captions", None) == STAGE
-    with pytest.raises(ValueError, match="no detector ffff, only 00000000beef"):
-        region_stage(store, "captions", "ffff")
+def test_shuffled_validation_pairs_every_text_with_another_image_the_same_in_every_world(root):
+    own, others = validation(root, 1)
+    assert [key for key, _ in own] == [key for key, _ in others]
+    assert len(dict(own)) == len(own) == 7
+    boxes, shown = ([row[2] for _, row in rows] for rows in (own, others))
+    assert all(one != other for one, other in zip(boxes, shown, strict=True))
+    assert sorted(boxes) == sorted(shown), "each image is shown once"
+    for size in (3, 8):
+        assert validation(root, size) == (own, others)

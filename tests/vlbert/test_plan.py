@@ -24,11 +24,8 @@ def planned(*arguments: str) -> dict:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main([*arguments, "--json"])
-    return json.loads(printed.getvalue())
-
-
-def stages(plan: dict) -> dict[str, dict]:
-    return {one["name"]: one for one in plan["stages"]}
+    plan = json.loads(printed.getvalue())
+    return plan | {one["name"]: one for one in plan["stages"]}
 
 
 @pytest.mark.slow
@@ -56,17 +53,17 @@ def test_a_sample_of_the_whole_list_gives_the_images_and_about_the_bytes_of_the_
     assert plan["images"] == sum(header.ok_rows for header in headers[IMAGES])
     for name, stage in (("collect", IMAGES), ("detect", stage_of(detector))):
         tars = sum(header.tar_bytes for header in headers[stage])
-        assert stages(plan)[name]["bytes"] == pytest.approx(tars, rel=0.1)
+        assert plan[name]["bytes"] == pytest.approx(tars, rel=0.1)
 
 
 def test_hours_hold_for_the_settings_that_are_given():
     plan = planned(BASE, "--rows", "3300000", "--cards", "2")
-    assert stages(plan)["pre-train"]["hours"] == pytest.approx(125_000 * 256 / 259 / 2 / 3600, rel=0.01)
-    assert stages(plan)["pre-train"]["euros"] == pytest.approx(2 * 2.5 * stages(plan)["pre-train"]["hours"])
+    assert plan["pre-train"]["hours"] == pytest.approx(125_000 * 256 / 259 / 2 / 3600, rel=0.01)
+    assert plan["pre-train"]["euros"] == pytest.approx(2 * 2.5 * plan["pre-train"]["hours"])
     cpu = ("--detector.device=cpu", "--detector.precision=fp32")
-    slow = stages(planned(BASE, "--rows", "3300000", *cpu))
+    slow = planned(BASE, "--rows", "3300000", *cpu)
     assert slow["detect"]["hours"] / 24 == pytest.approx(0.62 * 3_300_000 * 13.4 / 86_400, rel=0.01)
-    unknown = stages(planned(BASE, "--rows", "9", "--activation_checkpointing", "--detector.preset=demo"))
+    unknown = planned(BASE, "--rows", "9", "--activation_checkpointing", "--detector.preset=demo")
     assert unknown["pre-train"]["hours"] is unknown["detect"]["euros"] is None
     assert "benchmarks.rehearsal" in unknown["pre-train"]["source"]
 

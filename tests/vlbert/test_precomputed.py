@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
+from family import VLBERT
 from imported_features import image_features, write_json, write_tsv
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 from tiny_detector import commit_images
@@ -13,13 +13,11 @@ from vqa_files import coco, write_vqa
 
 from detectors.run import main
 from storage.object_store import open_store
-from training.distributed import World
+from training.distributed import ALONE
 from training.log import read_metrics
 from vlbert.config import DataConfig
 from vlbert.tasks.vqa import VQASettings
 from vlbert.train import train
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -31,15 +29,9 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path,
     files = [image_features(f"{i:06d}", i, channels=channels) for i in range(8)]
     imported = ["--backend=imported", "--keep_features"]
     main([str(root), "captions", *imported, f"--imported.files={write_json(tmp_path / 'frcnn.zip', files)}"])
-    model = dataclasses.replace(
-        TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False)
-    )
-    pretraining = tiny_recipe(root, model=model, steps=2, save_every=2, vocabulary=None, vocabulary_size=120)
-    pretraining = dataclasses.replace(
-        pretraining,
-        data=dataclasses.replace(pretraining.data, text_batch=0, held_out=None, batch=4),
-        run_name="pretrain",
-    )
+    data = dataclasses.replace(tiny_recipe(root).data, text_batch=0, held_out=None, batch=4)
+    changes = {"steps": 2, "save_every": 2, "vocabulary": None, "vocabulary_size": 120}
+    pretraining = tiny_recipe(root, run_name="pretrain", model=VLBERT, data=data, **changes)
     train(pretraining, ALONE)
     (line, _) = read_metrics(open_store(str(root)), "pretrain", "training")
     assert all(math.isfinite(line[name]) for name in ("loss_words", "loss_regions"))
@@ -61,7 +53,6 @@ def test_a_pretraining_and_a_finetuning_run_on_imported_features(tmp_path: Path,
     lines = read_metrics(open_store(str(root)), "vqa", "training")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(math.isfinite(line["loss_answers"]) for line in lines)
-
-    nameless = dataclasses.replace(pretraining, run_name="nameless")
+    nameless = dataclasses.replace(data, datasets={"vqa": None})
     with pytest.raises(ValueError, match="have no class_probs"):
-        train(dataclasses.replace(nameless, data=dataclasses.replace(nameless.data, datasets={"vqa": None})), ALONE)
+        train(dataclasses.replace(pretraining, run_name="nameless", data=nameless), ALONE)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family import changed
 from refcoco_files import WORDS, change, change_refs, write_refcoco
-from tiny import TINY_MODEL, tiny_sample, urls
+from tiny import SEPARATE, TINY_MODEL, tiny_sample, urls
 
 from storage.sample import Sample
 from vlbert.data.batch import Example, ImageInput, collate
@@ -27,33 +28,21 @@ def samples() -> list:
     return [tiny_sample(i, regions=2 + i % 2) for i in range(4)]
 
 
-# --- overlaps ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("convention", "expected"),
+    ("convention", "expected", "hits"),
     [
-        ("plain", [1, 50 / 100, 0, 1 / 100]),
-        ("mattnet", [1, 50 / 100, 0, 0]),  # a side of one pixel is none
-        ("published", [1, 66 / 121, 0, 4 / 121]),
+        ("plain", [1, 50 / 100, 0, 1 / 100], [False, False, True]),
+        ("mattnet", [1, 50 / 100, 0, 0], [False, True, True]),  # a side of one pixel is none
+        ("published", [1, 66 / 121, 0, 4 / 121], [False, True, True]),
     ],
 )
-def test_overlaps_of_known_boxes(convention, expected):
+def test_overlaps_of_known_boxes_and_whether_one_half_is_a_hit(convention, expected, hits):
     box = np.array([10.0, 10, 20, 20])
     others = np.array([[10.0, 10, 20, 20], [10, 10, 15, 20], [30, 30, 40, 40], [19, 19, 20, 20]])
     np.testing.assert_allclose(overlap(convention, others, box), expected, rtol=1e-15)
     for one, value in zip(others, expected, strict=True):
         assert overlap(convention, box[None], one)[0] == pytest.approx(value), "whichever comes first"
-
-
-def test_one_half_is_a_hit_except_in_the_plain_convention():
-    threshold = np.array([0.5 - 1e-12, 0.5, 0.5 + 1e-12])
-    hits = {convention: is_hit(convention, threshold).tolist() for convention in CONVENTIONS}
-    inclusive = [False, True, True]
-    assert hits == {"mattnet": inclusive, "published": inclusive, "plain": [False, False, True]}
-
-
-# --- the official files -----------------------------------------------------------------------------------------------
+    assert is_hit(convention, np.array([0.5 - 1e-12, 0.5, 0.5 + 1e-12])).tolist() == hits
 
 
 @pytest.mark.parametrize(
@@ -100,9 +89,6 @@ def test_a_wrong_file_is_named(tmp_path, samples, where, damage, named):
         read_expressions(tmp_path) and read_detections(tmp_path / "dets.json", tmp_path / "instances.json")
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def task(tmp_path, samples) -> RefCOCO:
     write_refcoco(tmp_path / "refcoco+", samples)
@@ -113,10 +99,6 @@ def write_detections(folder: Path, boxes: dict[int, list[list[float]]], name: st
     """MAttNet's file: of each image these boxes, x y width height."""
     rows = [{"box": box, "image_id": image, "score": 0.9} for image, of_image in boxes.items() for box in of_image]
     (folder / name).write_text(json.dumps(rows))
-
-
-def tuned(task: RefCOCO, **settings: object) -> RefCOCO:
-    return RefCOCO(dataclasses.replace(task.settings, **settings), WORDS, 8)
 
 
 def queries(task: RefCOCO, samples: list, split: str | None) -> list[Query]:
@@ -131,17 +113,10 @@ def example(task: RefCOCO, sample: Sample, query: Query, flip: bool = False) -> 
     return task.example(sample, prepare_image(sample, TINY_MODEL.regions, flip), query, np.random.default_rng(0))
 
 
-class FirstChannel(torch.nn.Module):
-    """A head whose score of a region is its first channel."""
-
-    def forward(self, regions):
-        return regions[..., :1]
-
-
 def predict(task: RefCOCO, examples: list[Example], scores: list[list[float]]) -> list[dict]:
     """The rows of examples whose regions, the whole image first, get these scores."""
     encoded = Encoded(torch.zeros(1), torch.tensor(scores)[..., None], appearance=torch.zeros(0))
-    return task.predictions(None, FirstChannel(), encoded, collate(examples))
+    return task.predictions(None, lambda regions: regions[..., :1], encoded, collate(examples))
 
 
 def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples):
@@ -149,7 +124,7 @@ def test_each_expression_of_a_split_is_an_example_of_its_own_image(task, samples
     assert (training.samples.tolist(), ids(training.annotations)) == ([1, 1, 3, 3], [10, 11, 30, 31])
     held_out = task.examples(urls(samples[::-1]), "val")
     assert (held_out.samples.tolist(), ids(held_out.annotations)) == ([3, 3, 1, 1], [0, 1, 20, 21])
-    both = tuned(task, train_on=("train", "val"))
+    both = changed(task, train_on=("train", "val"))
     assert ids(queries(both, samples, None)) == [10, 11, 30, 31, 0, 1, 20, 21]
     with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA; it has train, val"):
         task.examples(urls(samples), "testA")
@@ -199,9 +174,6 @@ def test_training_skips_invalid_expressions_and_evaluation_scores_them_0(tmp_pat
     assert row["ground_truth"].startswith("the box" if box else "region")
 
 
-# --- regions and labels -----------------------------------------------------------------------------------------------
-
-
 def right(image: ImageInput) -> list[bool]:
     """Of each region whether it is a right one."""
     found = np.zeros(len(image.boxes), bool)
@@ -216,13 +188,11 @@ def test_detected_regions_are_those_of_the_shards_or_of_mattnets_file(tmp_path, 
         ({}, samples[1].regions.boxes),
         ({"detections": "detections/mattnet.json"}, np.array([[10, 20, 40, 60]])),
     ):
-        detected = tuned(task, regions="detected", **settings)
+        detected = changed(task, regions="detected", **settings)
         found = example(detected, samples[1], queries(detected, samples, None)[0])
         np.testing.assert_array_equal(found.metadata["boxes"][1:], boxes)
         np.testing.assert_allclose(found.image.boxes[1:], np.minimum(boxes, [95, 63, 95, 63]), atol=1e-5)
-
-
-def test_detections_of_other_images_and_without_area_are_dropped_and_the_others_clipped(tmp_path, task):
+    # Those of other images and without area are dropped, the others clipped.
     folder = tmp_path / "refcoco+"
     write_detections(folder, {0: [[-5, 10, 20, 80], [3, 3, 0, 4], [200, 3, 5, 5]], 77: [[1, 1, 1, 1]]})
     found = read_detections(folder / "dets.json", folder / "instances.json")
@@ -231,7 +201,7 @@ def test_detections_of_other_images_and_without_area_are_dropped_and_the_others_
 
 def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, task, samples):
     write_detections(tmp_path / "refcoco+", {i: [[0, 0, 9, 9]] for i in range(4)})
-    detected = tuned(task, regions="detected", detections="dets.json", adds_ground_truth=True)
+    detected = changed(task, regions="detected", detections="dets.json", adds_ground_truth=True)
     training, held_out, same = (queries(detected, samples, split)[0] for split in (None, "val", "train"))
     found = example(detected, samples[1], training).image
     assert len(found.boxes) == 1 + 1 + 3
@@ -240,7 +210,7 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
     assert len(example(detected, samples[1], same).image.boxes) == 1 + 1, "an evaluation of train"
 
 
-def test_settings_that_contradict_each_other_are_refused(task):
+def test_settings_that_contradict_each_other_and_users_expressions_that_do_not_fit_are_refused(task):
     for settings, named in (
         ({"detections": "dets.json"}, "detections and adds_ground_truth need regions=detected"),
         ({"expression_length": 0}, "expression_length is 0"),
@@ -248,13 +218,17 @@ def test_settings_that_contradict_each_other_are_refused(task):
         with pytest.raises(ValueError, match=named):
             RefCOCOSettings(**settings)
     assert RefCOCOSettings(regions="detected", detections="d.json").files == ("refs(unc).p", "instances.json", "d.json")
-    precomputed = dataclasses.replace(TINY_MODEL.regions, features="precomputed")
-    model = dataclasses.replace(TINY_MODEL, regions=precomputed)
-    detected = tuned(task, regions="detected")
-    for other in (task, tuned(detected, adds_ground_truth=True), tuned(detected, detections="d")):
+    for call, named in (
+        (lambda: task.annotation_for(" "), "the expression ' ' is invalid: it has no words"),
+        (lambda: user_annotation(task, "a", choices=("a", "b"), answer=""), "RefCOCO takes no choices; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
+    detected = changed(task, regions="detected")
+    for other in (task, changed(detected, adds_ground_truth=True), changed(detected, detections="d")):
         with pytest.raises(ValueError, match="set --model.regions.features=end_to_end, or --task.regions=detected"):
-            other.head(model)
-    detected.head(model)
+            other.head(SEPARATE)
+    detected.head(SEPARATE)
 
 
 def test_mirroring_swaps_left_and_right_in_words_and_boxes(task, samples):
@@ -274,19 +248,16 @@ def test_mirroring_swaps_left_and_right_in_words_and_boxes(task, samples):
         assert swap_sides(text) == swapped
 
 
-# --- losses and predictions -------------------------------------------------------------------------------------------
-
-
 def test_padding_never_wins_and_the_whole_image_only_where_it_competes(task, samples):
     own = dataclasses.replace(queries(task, samples, "val")[0], regions=None)
-    detected = tuned(task, regions="detected")
+    detected = changed(task, regions="detected")
     batch = [example(detected, sample, own) for sample in samples[:2]]
     rows = predict(detected, batch, [[9.0, -5, -6, 9], [9, -7, -5, -6]])
     assert [(row["region"], row["candidates"]) for row in rows] == [(0, 2), (1, 3)]
     rankings = [[one["answer"] for one in row["ranking"]] for row in rows]
     assert rankings == [["region 1", "region 2"], ["region 2", "region 3", "region 1"]]
     assert rows[0]["probability"] == pytest.approx(1 / (1 + np.exp(5)))
-    competing = tuned(detected, whole_image_competes=True)
+    competing = changed(detected, whole_image_competes=True)
     batch = [example(competing, sample, own) for sample in samples[:2]]
     rows = predict(competing, batch, [[9.0, -5, -6, 99], [-8, -7, -5, -6]])
     assert [(row["region"], row["candidates"]) for row in rows] == [(-1, 3), (1, 4)]
@@ -321,7 +292,7 @@ def test_a_prediction_is_scored_in_pixels_of_the_shipped_image(tmp_path, samples
     found = example(task, samples[2], query, flip)
     assert right(found.image) == [False, False, True]
     own = dataclasses.replace(query, regions=None)  # the sample's, in pixels of the stored image
-    (row,) = predict(tuned(task, regions="detected"), [example(task, samples[2], own, flip)], [[0.0, -1, 2]])
+    (row,) = predict(changed(task, regions="detected"), [example(task, samples[2], own, flip)], [[0.0, -1, 2]])
     assert (row["iou"], row["hit"], row["exact"]) == (1, True, None)
     (row,) = predict(task, [example(task, samples[2], query, flip)], [[0.0, -1, 2]])
     assert (row["iou"], row["hit"], row["exact"], row["score"]) == (1, True, True, 1)
@@ -338,7 +309,7 @@ def test_an_overlap_a_billionth_above_one_half_is_a_hit(tmp_path, task, samples)
     for tiny, hit in ((1e-7, True), (-1e-7, False)):
         write_detections(tmp_path / "refcoco+", {0: [[10, 10, width / 2 + tiny, 20]], 2: [[0, 0, 1, 1]]})
         change(tmp_path / "refcoco+", "annotations", 1, bbox=[10, 10, width, 20])
-        detected = tuned(task, regions="detected", detections="dets.json", iou="plain")
+        detected = changed(task, regions="detected", detections="dets.json", iou="plain")
         (row,) = predict(detected, [example(detected, samples[0], queries(detected, samples, "val")[0])], [[0.0, 1]])
         assert row["iou"] == pytest.approx(0.5 + tiny / width, abs=1e-12)
         assert (row["hit"], row["exact"], row["iou_convention"]) == (hit, None, "plain")
@@ -379,15 +350,3 @@ def test_the_submission_is_a_list_of_boxes(task, samples):
     assert [x, y, x + width, y + height] == np.squeeze(val[0].expression.box).tolist()
     with pytest.raises(ValueError, match="1 ids of val are missing in the predictions, such as 20;"):
         task.submission([rows[0], rows[1], rows[3]])
-
-
-def test_a_users_expression_is_about_the_regions_of_the_sample(task, samples):
-    (row,) = predict(task, [example(task, samples[1], task.annotation_for("the left one"))], [[9.0, 1, 5, 2]])
-    assert (row["answer"], row["candidates"]) == ("region 2", 3)
-    assert row["boxes"] == [{"name": "region 2", "box": samples[1].regions.boxes[1].tolist()}]
-    assert {row[name] for name in ("ground_truth", "score", "iou", "hit", "exact")} == {None}
-    assert task.metrics([row]) == {}
-    with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
-        task.annotation_for(" ")
-    with pytest.raises(ValueError, match="RefCOCO takes no choices; leave it out"):
-        user_annotation(task, "the left one", choices=("a", "b"), answer="")

@@ -36,9 +36,6 @@ def make_task(**changes: object) -> Retrieval:
     return Retrieval(RetrievalSettings(**{"caption_length": 20} | changes), WORDS, len(CLASSES))
 
 
-# --- ranks and files --------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_counts_the_better_ones_and_half_of_the_equals_rounded_up():
     scores = np.array([[3, 2, 2, 1, 2, 3]])
     found = [ranks(np.vstack([row, np.zeros(6)]), [0] * 5 + [1]).captions_of_image[0] for row in (scores, -scores)]
@@ -56,9 +53,6 @@ def test_the_order_of_images_and_captions_changes_no_rank():
     other = ranks(scores[images][:, captions], np.argsort(images)[image_of[captions]])
     assert np.array_equal(other.captions_of_image, found.captions_of_image[images])
     assert np.array_equal(other.image_of_caption, found.image_of_caption[captions])
-
-
-# --- examples ---------------------------------------------------------------------------------------------------------
 
 
 def test_training_has_one_example_a_caption_and_a_held_out_split_one_an_image(tmp_path: Path):
@@ -80,10 +74,8 @@ def test_captions_without_words_are_left_out_by_name(tmp_path: Path):
     samples = [tiny_sample(i) for i in range(4)]
     names = [sample.url.rpartition("/")[2] for sample in samples]
     for split in ("train", "val"):
-        images = [
-            image(name, split, captions)
-            for name, captions in zip(names, (["a"] * 7, [], ["", " "], ["a", "", "it"]), strict=True)
-        ]
+        given = zip(names, (["a"] * 7, [], ["", " "], ["a", "", "it"]), strict=True)
+        images = [image(name, split, captions) for name, captions in given]
         (tmp_path / SPLIT_FILE).write_text(json.dumps({"images": images}))
         found = make_task(folder=str(tmp_path)).examples(urls(samples), None if split == "train" else "val")
         lacking = zip(names[1:], ("0 of its 0", "2 of its 2", "1 of its 3"), strict=True)
@@ -109,16 +101,13 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, images: list | None
         make_task(folder=str(tmp_path)).examples(urls([tiny_sample(0)]), None)
 
 
-# --- batches and losses -----------------------------------------------------------------------------------------------
-
-
 def make_example(task: Retrieval, number: int, image_name: str = "") -> Example:
     sample = tiny_sample(number)
-    image, annotation = (
+    image, caption = (
         prepare_image(sample, TINY_MODEL.regions, False),
         Caption(image_name or str(number), sample.caption),
     )
-    return task.example(sample, image, annotation, np.random.default_rng(number))
+    return task.example(sample, image, caption, np.random.default_rng(number))
 
 
 def shown(batch: Batch) -> dict[tuple[int, int], tuple[list[int], int]]:
@@ -196,9 +185,6 @@ def test_pairs_are_the_same_in_every_world(tmp_path: Path):
         assert rows_of(step, 1) == rows_of(step, 2) == rows_of(step, 4) == rows_of(step, 1, parts=2)
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("config", [TINY_MODEL, VILBERT], ids=["vlbert", "vilbert"])
 def test_scores_are_those_of_each_pair_by_itself_whatever_the_block(config: ModelConfig):
     task = make_task(rows_at_once=7)
@@ -239,15 +225,17 @@ def test_scores_are_not_rounded_to_the_precision_of_the_run():
     assert (scores != scores.bfloat16().float()).any()
 
 
+def scored_image(name: str, first: int, images: int, scores: np.ndarray | list[float]) -> dict:
+    """A row of `predict`, of an image with two captions."""
+    given = {"image": f"{name}.jpg", "captions": (f"{name}1", f"{name}2"), "first": first, "images": images}
+    return {"key": name, "scores": np.array(scores, np.float32)} | given
+
+
 def test_images_that_cannot_be_read_take_their_captions_along():
     """Images 0, 1, 2 have 2, 1 and 2 captions; 1 is missing."""
-    rows = [
-        {"key": "a", "image": "a.jpg", "captions": ("a1", "a2"), "first": 0, "images": 3},
-        {"key": "c", "image": "c.jpg", "captions": ("c1", "c2"), "first": 3, "images": 3},
-    ]
-    scores = np.array([[1, 4, 9, 3, 2], [5, 1, 9, 2, 4]], np.float32)
     task = make_task()
-    found = task.assemble([row | {"scores": one} for row, one in zip(rows, scores, strict=True)])
+    rows = [scored_image("a", 0, 3, [1, 4, 9, 3, 2]), scored_image("c", 3, 3, [5, 1, 9, 2, 4])]
+    found = task.assemble(rows)
     columns = ("answer", "ground_truth", "caption_rank", "image_ranks", "found_images", "score")
     assert [[row[name] for name in columns] for row in found] == [
         ["a2", "a2", 1, [2, 1], ["c.jpg", "a.jpg"], (1 + 0.75) / 2],
@@ -260,19 +248,13 @@ def test_images_that_cannot_be_read_take_their_captions_along():
 
 
 def test_folds_are_ranked_by_themselves():
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=(7, 14)).astype(np.float32)
-    rows = [
-        {"key": "", "image": str(i), "captions": ("x", "y"), "first": 2 * i, "images": 7, "scores": scores[i]}
-        for i in range(7)
-    ]
-    task = make_task(fold=3)
+    scores = np.random.default_rng(0).normal(size=(7, 14)).astype(np.float32)
+    task, rows = make_task(fold=3), [scored_image(str(i), 2 * i, 7, of_image) for i, of_image in enumerate(scores)]
     found = task.assemble(rows)
     assert [row["fold"] for row in found] == [0, 0, 0, 1, 1, 1, None]
     parts = folds(scores, np.repeat(np.arange(7), 2), 2)
-    captions, images = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("captions_of_image", "image_of_caption")
-    )
+    images = np.concatenate([part.image_of_caption for part in parts])
+    captions = np.concatenate([part.captions_of_image for part in parts])
     assert [row["caption_rank_fold"] for row in found[:6]] == (1 + captions).tolist()
     assert sum((row["image_ranks_fold"] for row in found[:6]), []) == (1 + images).tolist()
     assert task.metrics(found)["image_r1_fold"] == pytest.approx((images < 1).mean())

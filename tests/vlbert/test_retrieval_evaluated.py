@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from loaded import ALONE
+from programs import contents, rows_in
 from retrieval_files import captions_of, retrieval_recipe, retrieval_root
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
@@ -16,8 +16,8 @@ from storage.object_store import open_store
 from training.optimizer import OptimizerConfig
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig
-from vlbert.data.batch import with_texts
-from vlbert.data.loading import ValidationData
+from vlbert.data.batch import Example, TextInput, collate
+from vlbert.data.images import prepare_image
 from vlbert.data.samples import open_samples
 from vlbert.datasets.retrieval import ranks
 from vlbert.evaluation import blocks as evaluation_blocks
@@ -26,6 +26,8 @@ from vlbert.tasks.pretraining import RELATED, PretrainingSettings
 from vlbert.tasks.retrieval import Retrieval
 from vlbert.train import train
 from vlbert.validate import validate
+
+SAMPLES = [tiny_sample(i, regions=1 + i % 3) for i in range(10, 16)]  # of test
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +47,11 @@ def evaluated(folder: Path, out: Path, run: str = "tuned", rows_at_once: int = 6
     return evaluate(retrieval_recipe(folder), [f"{folder / 'root'}/runs/{run}"], "test", given, str(out), ALONE)
 
 
-def rows_in(folder: Path) -> list[dict]:
-    return pq.read_table(folder / "predictions.parquet").to_pylist()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def test_all_images_and_captions_of_a_split_are_ranked(folder, tmp_path):
     summary = evaluated(folder, tmp_path / "out")
     rows = rows_in(tmp_path / "out")
-    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(10, 16)]
-    assert [row["captions"] for row in rows] == [captions_of(sample) for sample in samples]
-    assert [row["question"] for row in rows] == [sample.url.rpartition("/")[2] for sample in samples]
+    assert [row["captions"] for row in rows] == [captions_of(sample) for sample in SAMPLES]
+    assert [row["question"] for row in rows] == [sample.url.rpartition("/")[2] for sample in SAMPLES]
     assert summary["metrics"] == Retrieval.metrics(None, rows)
     assert summary["examples"] == {"all": 6, "predicted": 6, "unreadable": 0, "skipped": 0, "invalid": 0}
     page = (tmp_path / "out" / "index.html").read_text()
@@ -142,29 +135,18 @@ def test_a_limited_validation_ranks_its_images_and_their_captions_alone(folder):
     assert ranked == {text for row in rows for text in row["captions"]}
 
 
-# --- without fine-tuning ----------------------------------------------------------------------------------------------
-
-
-def relationship_of(folder: Path, run: str) -> np.ndarray:
-    """Probabilities [test images, their captions] that pre-training's own head gives."""
-    model, recipe = load_task_model(open_checkpoint(f"{folder / 'root'}/runs/{run}"))
-    task = Retrieval(retrieval_recipe(folder).task, model.task.vocabulary, 8)
-    samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
-    examples = task.examples(samples, "test")
-    data = ValidationData(samples, examples, task, recipe.data, TINY_MODEL.regions, ALONE, None, 1)
-    found = {}
-    for parts, (number,), _ in data:
-        batch = with_texts(parts[0], examples.annotations[number].candidates)
-        with torch.no_grad():
-            logits = model.head.related(model.vlbert(batch), torch.arange(len(batch)))
-        found[number] = logits.softmax(1)[:, RELATED].numpy()
-    return np.stack([found[number] for number in sorted(found)])
-
-
+@torch.no_grad()
 def test_a_pretrained_model_ranks_by_its_relationship_head(folder, tmp_path):
     evaluated(folder, tmp_path / "out", "pretrained")
     rows = rows_in(tmp_path / "out")
-    expected = relationship_of(folder, "pretrained")
+    model, _ = load_task_model(open_checkpoint(f"{folder / 'root'}/runs/pretrained"))
+    task = Retrieval(retrieval_recipe(folder).task, model.task.vocabulary, 8)
+    first, *more = (TextInput.of_one_sentence(task.tokens(text)) for one in SAMPLES for text in captions_of(one))
+    expected = np.zeros((6, 12))
+    for number, sample in enumerate(SAMPLES):
+        image = prepare_image(sample, TINY_MODEL.regions, False).to_input()
+        encoded = model.vlbert(collate([Example("", first, image, more=tuple(more))]))
+        expected[number] = model.head.related(encoded, torch.arange(12)).softmax(1)[:, RELATED]
     found = ranks(expected, np.repeat(np.arange(6), 2))
     assert [row["caption_rank"] - 1 for row in rows] == found.captions_of_image.tolist()
     assert [rank - 1 for row in rows for rank in row["image_ranks"]] == found.image_of_caption.tolist()

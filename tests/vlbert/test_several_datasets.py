@@ -41,8 +41,7 @@ SAMPLES = {  # the first number and the count of those of each dataset
 }
 
 
-def keys_of(name: str) -> set[str]:
-    return {sample.key for sample in SAMPLES[name]}
+KEYS = {name: {sample.key for sample in samples} for name, samples in SAMPLES.items()}
 
 
 def captions_in(keys: list[str]) -> list[str]:
@@ -61,35 +60,26 @@ def root(tmp_path_factory) -> Path:
     return make_root(tmp_path_factory.mktemp("several"))
 
 
-# --- the order --------------------------------------------------------------------------------------------------------
-
-
 def test_each_dataset_has_its_share_and_epochs_of_its_own(root):
     data = training_data(root, weights=BOTH)
     keys = [key for step in range(10) for batch in data[step] for key in captions(batch)]
-    counts = Counter("more" if key in keys_of("more") else "captions" for key in keys)
+    counts = Counter("more" if key in KEYS["more"] else "captions" for key in keys)
     assert counts == {"captions": 60, "more": 20}
-    ours = [key for key in keys if key in keys_of("captions")]
-    assert [{*ours[start : start + 20]} for start in (0, 20, 40)] == [keys_of("captions")] * 3
-    assert {*[key for key in keys if key in keys_of("more")][:12]} == keys_of("more")
+    ours = [key for key in keys if key in KEYS["captions"]]
+    assert [{*ours[start : start + 20]} for start in (0, 20, 40)] == [KEYS["captions"]] * 3
+    assert {*[key for key in keys if key in KEYS["more"]][:12]} == KEYS["more"]
     for step in range(10):
-        assert sum(key in keys_of("more") for key in keys[8 * step : 8 * step + 8]) in (1, 2, 3)
+        assert sum(key in KEYS["more"] for key in keys[8 * step : 8 * step + 8]) in (1, 2, 3)
 
 
-def sized(weights: dict[int, float], batch: int, every: int) -> TrainingData:
-    """Datasets of which nothing is read: number of examples -> weight."""
-    datasets = [TrainingDataset(None, Examples(np.arange(n)), weight=weight) for n, weight in weights.items()]
-    config = DataConfig(batch=batch, new_shards_every=every)
-    return TrainingData(datasets, SimpleNamespace(lookahead=0), config, TINY_MODEL.regions, ALONE)
+NUMBERS_AND_WEIGHTS = st.dictionaries(st.integers(1, 40), st.floats(0.05, 5), min_size=1, max_size=3)
 
 
-@given(
-    st.dictionaries(st.integers(1, 40), st.floats(0.05, 5), min_size=1, max_size=3),
-    st.integers(1, 16),
-    st.integers(1, 5),
-)
+@given(NUMBERS_AND_WEIGHTS, st.integers(1, 16), st.integers(1, 5))
 def test_boundaries_are_beginnings_of_epochs_and_come_again(weights, batch, every):
-    data, steps = sized(weights, batch, every), 120
+    datasets = [TrainingDataset(None, Examples(np.arange(n)), weight=weight) for n, weight in weights.items()]
+    config, steps = DataConfig(batch=batch, new_shards_every=every), 120
+    data = TrainingData(datasets, SimpleNamespace(lookahead=0), config, TINY_MODEL.regions, ALONE)
     found = [(step, *boundary) for step in range(steps) for boundary in data.boundaries(step)]
     for number, (n, weight) in enumerate(weights.items()):
         ours = [(step, boundary) for step, which, boundary in found if which == number]
@@ -98,9 +88,6 @@ def test_boundaries_are_beginnings_of_epochs_and_come_again(weights, batch, ever
         gaps = np.diff([0, *(boundary for _, boundary in ours)])
         assert (gaps >= apart).all(), "so many steps, in samples of the dataset"
         assert len(ours) >= steps * batch * weight / sum(weights.values()) // (apart + n + 1) - 2, "none is left out"
-
-
-# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def commit(root: Path, dataset: str, shard: str, samples: list[Sample]) -> None:
@@ -154,10 +141,10 @@ def test_new_shards_of_one_dataset_enter_at_its_epoch_and_a_resumed_run_repeats_
     (event,) = read_metrics(open_store(str(root)), "whole", "snapshot")
     assert (event["dataset"], event["step"], event["snapshot"]) == ("more", 4, more["snapshots"][1]["snapshot"])
     keys = captions_in([key for step in range(8) for key in whole.steps[step][0][0]])
-    first = [key for key in keys if key not in keys_of("captions")]
-    assert {*first[:12]} == keys_of("more")
-    assert {*first[12:30]} == keys_of("more") | keys_of("new")
-    assert {*[key for key in keys if key in keys_of("captions")][:20]} == keys_of("captions")
+    first = [key for key in keys if key not in KEYS["captions"]]
+    assert {*first[:12]} == KEYS["more"]
+    assert {*first[12:30]} == KEYS["more"] | KEYS["new"]
+    assert {*[key for key in keys if key in KEYS["captions"]][:20]} == KEYS["captions"]
 
     before, lines = weights_of(root, "whole"), losses(root, "whole")
     for step in (2, 3, 6):  # before the boundary, at it and behind it
@@ -194,7 +181,7 @@ def test_without_weights_each_dataset_has_those_of_its_size_at_the_beginning(tmp
     train(a_run(root, "sizes", {"more": None, "captions": None}, steps=8), ALONE, again)
     assert [one["weight"] for one in saved(root, "sizes")] == [20.0, 12.0], "whatever entered since"
     keys = [key for step in range(4) for key in seen.steps[step][0][0]]
-    assert {*captions_in(keys)} == keys_of("captions") | keys_of("more")
+    assert {*captions_in(keys)} == KEYS["captions"] | KEYS["more"]
 
 
 def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
@@ -209,27 +196,17 @@ def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
     assert {name: line[f"{name}words_accuracy_shuffled"] for name in counts} == counts
     rows = [json.loads(row) for row in (root / "runs/validated/predictions.jsonl").read_text().splitlines()]
     assert Counter(row["dataset"] for row in rows) == {"held-out": 4, "held-more": 6}
-    assert {row["key"] for row in rows if row["dataset"] == "held-more"} == keys_of("held-more")
+    assert {row["key"] for row in rows if row["dataset"] == "held-more"} == KEYS["held-more"]
     one = dataclasses.replace(recipe.data, held_out=("held-more",))
     alone = train(dataclasses.replace(recipe, run_name="alone", data=one), ALONE)
     assert alone == {"words_accuracy": 6, "words_accuracy_shuffled": 6, "words_accuracy_grounding_gap": 0}
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_bad_names_and_weights_are_refused():
-    for name, value in (
-        ("datasets", {}),
-        ("datasets", {"a": 1.0, "b": 0.0}),
-        ("datasets", {"a": 1.0, "b": None}),
-        ("held_out", ("a", "a")),
-    ):
+def test_bad_names_and_weights_and_datasets_that_do_not_fit_together_are_named(root):
+    wrong = ("datasets", {}), ("datasets", {"a": 1.0, "b": 0.0}), ("datasets", {"a": 1.0, "b": None})
+    for name, value in (*wrong, ("held_out", ("a", "a"))):
         with pytest.raises(ValueError, match=re.escape(f"DataConfig.{name} is {value}; it must be ")):
             DataConfig(**{name: value})
-
-
-def test_datasets_that_do_not_fit_together_are_named(root):
     for name, detector, classes in (("few", DETECTOR, 4), ("other", "0123456789ab", 8)):
         samples = []
         for sample in SAMPLES["new"]:

@@ -48,7 +48,7 @@ def encode(model: VLBert, *examples: Example) -> tuple[Batch, Encoded]:
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_padding_changes_nothing(config: ModelConfig):
+def test_padding_changes_nothing_and_gradients_are_finite_where_rows_have_no_image(config: ModelConfig):
     model, rows = make_model(config), [example(4, 5, 1), example(9, 1, 2), example(6, None, 3)]
     batch, together = encode(model, *rows)
     for row, alone in enumerate(rows):
@@ -59,18 +59,11 @@ def test_padding_changes_nothing(config: ModelConfig):
         ):
             torch.testing.assert_close(mine[: len(mask)][mask], expected[mask], rtol=0, atol=3e-6)
     assert together.regions.shape == (3, 6, config.regions_stream.hidden_size)
-
-
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_gradients_are_finite_where_rows_have_no_image(config: ModelConfig):
-    model = make_model(config)
-    for rows in ([example(4, 5, 1), example(6, None, 3)], [example(6, None, 3)]):
+    for some in (rows, rows[2:]):
         model.zero_grad()
-        encoded = model(collate(rows))
+        encoded = model(collate(some))
         (encoded.text.square().sum() + encoded.regions.square().sum()).backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        assert all(gradient.isfinite().all() for gradient in gradients)
-        assert encoded.text.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -83,34 +76,12 @@ def test_the_order_of_regions_changes_nothing_else(config: ModelConfig):
     torch.testing.assert_close(permuted.regions[0], plain.regions[0][order], rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("layers", "text_sees_image", "regions_see_text"),
-    [("T", False, False), ("V", False, False), ("TVTV", False, False), ("X", True, True), ("J", True, True)],
-)
-def test_streams_meet_in_j_and_x_alone(layers: str, text_sees_image: bool, regions_see_text: bool):
-    model = make_model(dataclasses.replace(SEPARATE, layers=layers))
-    _, plain = encode(model, Example("a", text_input(5), image_input(3)))
-    _, other_image = encode(model, Example("a", text_input(5), image_input(3, seed=1)))
-    _, other_text = encode(model, Example("a", text_input(5, seed=1), image_input(3)))
-    assert torch.equal(plain.text, other_image.text) != text_sees_image
-    assert torch.equal(plain.regions, other_text.regions) != regions_see_text
-    assert not torch.equal(plain.text, other_text.text)
-    assert not torch.equal(plain.regions, other_image.regions)
-
-
 def test_attention_maps_name_their_streams_and_rows_sum_to_one():
     model = make_model(VILBERT)
     batch, encoded = encode(model, example(4, 2, 1), example(6, None, 2), example(3, 5, 3))
-    sides = [(one.layer, one.letter, one.queries, one.keys) for one in encoded.attentions]
-    assert sides == [
-        (0, "T", "text", "text"),
-        (1, "X", "text", "regions"),
-        (1, "X", "regions", "text"),
-        (2, "T", "text", "text"),
-        (3, "V", "regions", "regions"),
-        (4, "X", "text", "regions"),
-        (4, "X", "regions", "text"),
-    ]
+    sides = ", ".join(f"{one.layer}{one.letter} {one.queries} {one.keys}" for one in encoded.attentions)
+    of_x = "{0}X text regions, {0}X regions text"
+    assert sides == f"0T text text, {of_x.format(1)}, 2T text text, 3V regions regions, {of_x.format(4)}"
     masks = {"text": batch.text_mask, "regions": batch.region_mask}
     heads = {"T": 4, "V": 3, "X": 2}
     for one in encoded.attentions:

@@ -3,21 +3,22 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
+from family import changed, examples_of, new_model
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import TINY_MODEL, tiny_sample, urls
+from tiny import SEPARATE, TINY_MODEL, tiny_sample, urls
 from vcr_files import BOXES, WORDS, write_vcr
 
-from vlbert.data.batch import Batch, Example, collate
+from vlbert.data.batch import Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import TaskModel
+from vlbert.model.vlbert import Encoded
 from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vcr_text import PEOPLE, truncate
 
@@ -28,37 +29,14 @@ def samples() -> list:
 
 
 @pytest.fixture
-def folder(tmp_path, samples) -> Path:
-    write_vcr(tmp_path / "vcr", samples)
-    return tmp_path / "vcr"
+def task(tmp_path, samples) -> VCR:
+    """A person is called person, so that texts do not depend on a random choice of names; res5 has 2 x 2 cells."""
+    write_vcr(tmp_path, samples)
+    return VCR(VCRSettings(str(tmp_path), names="class", mask_size=2, max_tokens=40), WORDS, 8)
 
 
-@pytest.fixture
-def task(folder) -> VCR:
-    """A person is called person, so that texts do not depend on a random choice of names."""
-    # The tiny model's res5 gives 2 x 2 cells.
-    return VCR(VCRSettings(str(folder), names="class", mask_size=2, max_tokens=40), WORDS, 8)
-
-
-def changed(task: VCR, **settings: object) -> VCR:
-    return VCR(dataclasses.replace(task.settings, **settings), WORDS, 8)
-
-
-def examples_of(task: VCR, samples: list, split: str | None = None, seed: int = 0, flip: bool = False) -> list[Example]:
-    """The examples of a split; None: of training."""
-    found = task.examples(urls(samples), split)
-    return [
-        task.example(samples[i], prepare_image(samples[i], TINY_MODEL.regions, flip), one, np.random.default_rng(seed))
-        for i, one in zip(found.samples, found.annotations, strict=True)
-    ]
-
-
-def first(task: VCR, samples: list, split: str | None = None, seed: int = 0, flip: bool = False) -> Example:
-    return examples_of(task, samples, split, seed, flip)[0]
-
-
-def batch_of(task: VCR, samples: list) -> Batch:
-    return collate(examples_of(task, samples))
+def first(task: VCR, samples: list, split: str | None = None, **given: Any) -> Example:
+    return examples_of(task, samples, split=split, **given)[0]
 
 
 def texts(example: Example) -> list[str]:
@@ -69,15 +47,7 @@ def right(example: Example) -> list[bool]:
     return [bool(label) for text in example.texts for label in text.labels["right"]]
 
 
-def new_model(task: VCR, dropout: float = TINY_MODEL.dropout) -> TaskModel:
-    torch.manual_seed(0)
-    return TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=dropout), len(WORDS)), task)
-
-
-# --- texts ------------------------------------------------------------------------------------------------------------
-
 ANSWERS = ["no", "person is nearby", "the dog", "person"]
-RATIONALES = ["because dog is nearby", "no", "no no", "because"]
 QUESTION = "[CLS] why is person and dog holding cup ?"
 
 
@@ -131,8 +101,8 @@ def test_truncation_is_that_of_the_published_loop(question, answer, choices, lim
         assert [len(part[0]) for part in row] == [len(part[0]) for part in other], "each as if it were the only one"
 
 
-def test_the_texts_of_a_mirrored_image_have_their_sides_swapped_or_not(task, samples, folder):
-    file = folder / "val.jsonl"
+def test_the_texts_of_a_mirrored_image_have_their_sides_swapped_or_not(task, samples, tmp_path):
+    file = tmp_path / "val.jsonl"
     file.write_text(file.read_text().replace('"holding"', '"Left"'))
     words = Vocabulary([*WORDS.tokens, "left", "right"])
     for swapped, side in ((True, "right"), (False, "left")):
@@ -147,7 +117,7 @@ def names_in(example: Example) -> list[str]:
     return [word for word in texts(example)[1].split() if word in PEOPLE]
 
 
-def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, samples, folder):
+def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, samples, tmp_path):
     neutral = changed(task, names="neutral")
     found = [names_in(first(neutral, samples, seed=seed)) for seed in range(12)]
     for person, another in found:
@@ -155,32 +125,26 @@ def test_people_get_names_in_turn_and_held_out_the_same_for_an_image(task, sampl
     assert len({person for person, _ in found}) > 3
     assert "dog" in texts(first(neutral, samples))[1]
     expected = names_in(first(neutral, samples, "val", seed=1))
-    for example in examples_of(changed(neutral, subtask="rationale"), samples, "val", seed=2):
+    for example in examples_of(changed(neutral, subtask="rationale"), samples, split="val", seed=2):
         assert set(names_in(example)) <= set(expected)
     renamed = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
     assert names_in(first(neutral, renamed, "val", seed=5)) == expected
     several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(12)]
-    write_vcr(folder, several)
-    (folder / "val.jsonl").write_text((folder / "train.jsonl").read_text())
-    assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 2, "of other images"
-
-
-# --- regions ----------------------------------------------------------------------------------------------------------
+    write_vcr(tmp_path, several)
+    (tmp_path / "val.jsonl").write_text((tmp_path / "train.jsonl").read_text())
+    assert len({names_in(example)[0] for example in examples_of(neutral, several, split="val")}) > 2, "of other images"
 
 
 @pytest.mark.parametrize("scale", [1, 2.5])
-def test_the_regions_are_the_annotated_objects(task, samples, folder, scale):
-    write_vcr(folder, samples, scale)
+def test_the_regions_are_the_annotated_objects_with_their_masks_mirrored_or_not(task, samples, tmp_path, scale):
+    write_vcr(tmp_path, samples, scale)
     image = first(task, samples).image
     assert image.boxes.tolist() == [[0, 0, 95, 63], *BOXES]
     assert image.classes.tolist() == [0, 1, 17, 1, 42], "COCO's, from 1"
     assert not image.masked.any()
     assert first(task, samples, flip=True).image.boxes[1].tolist() == [75, 0, 95, 40]
-    (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
+    (row,) = rows_for(task, examples_of(task, samples, split="val"), [[0.0, 0, 0, 1]])
     assert [box["box"] for box in row["boxes"]] == BOXES, "in pixels of the stored image"
-
-
-def test_instance_masks_are_mirrored_with_their_objects(task, samples):
     cells = first(changed(task, mask_size=14), samples).image.cells
     assert cells[0].all(), "of the whole image"
     assert cells[1][0, :13].all(), "the triangle's upper edge"
@@ -199,17 +163,13 @@ def test_a_share_of_the_regions_is_masked_and_labelled_in_training_alone(task, s
         np.testing.assert_array_equal(image.label_masks["region_label_mask"], image.masked)
     every = changed(task, masked_regions=1.0)
     assert not first(every, samples, "val").image.masked.any()
-    assert new_model(every)(batch_of(every, samples))["regions"][1] == 2 * 4 * 4, "four objects, four texts, two images"
-    assert new_model(task)(batch_of(task, samples))["regions"][1] == 2 * 4 * 5, "unmasked, the whole image has a label"
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
+    assert new_model(every)(collate(examples_of(every, samples)))["regions"][1] == 2 * 4 * 4
 
 
 @pytest.mark.parametrize(
     ("settings", "answers", "regions"),
     [
-        ({}, 8, 40),
+        ({}, 8, 40),  # unmasked: four objects and the whole image, four texts, two images
         ({"loss": "softmax", "pooled": False, "mention_visual_embedding": "image", "instance_masks": False}, 2, 40),
         ({"classifier": "two_layers", "region_loss": "appearance"}, 8, 10),
         ({"region_loss": "appearance", "masked_regions": 0.5}, 8, None),
@@ -218,7 +178,7 @@ def test_a_share_of_the_regions_is_masked_and_labelled_in_training_alone(task, s
 )
 def test_losses_are_finite_and_train_the_whole_head(task, samples, settings, answers, regions):
     task = changed(task, **settings)
-    model, batch = new_model(task), batch_of(task, samples)
+    model, batch = new_model(task), collate(examples_of(task, samples))
     losses = model(batch)
     assert losses["answers"][1] == answers
     if regions is None:
@@ -229,27 +189,21 @@ def test_losses_are_finite_and_train_the_whole_head(task, samples, settings, ans
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
-class First(torch.nn.Module):
-    """A head that scores a text by the first channel of its first token; a region's channels are its classes."""
-
-    def scores(self, text: torch.Tensor, regions: torch.Tensor) -> torch.Tensor:
-        return text[:, 0, :1]
-
-    def classes(self, regions: torch.Tensor) -> torch.Tensor:
-        return regions
+# A head that scores a text by the first channel of its first token; a region's channels are its classes.
+FIRST = SimpleNamespace(scores=lambda text, regions: text[:, 0, :1], classes=lambda regions: regions)
 
 
 def test_the_answer_losses_are_those_of_their_names(task, samples):
-    batch = batch_of(task, samples)
+    batch = collate(examples_of(task, samples))
     scores = torch.tensor([[3.0, -1, 0, 1], [0, 0, 2, 0]])
     encoded, alone = with_scores(scores.tolist()), changed(task, region_loss="none")
-    loss, count = alone.losses(None, First(), encoded, batch)["answers"]
+    loss, count = alone.losses(None, FIRST, encoded, batch)["answers"]
     label = torch.tensor([[0.0, 0, 1, 0], [0, 0, 1, 0]])
     assert float(loss / count) == pytest.approx(float(torch.nn.BCEWithLogitsLoss()(scores, label)))
-    loss, count = changed(alone, loss="softmax").losses(None, First(), encoded, batch)["answers"]
+    loss, count = changed(alone, loss="softmax").losses(None, FIRST, encoded, batch)["answers"]
     assert float(loss / count) == pytest.approx(float(torch.nn.CrossEntropyLoss()(scores, torch.tensor([2, 2]))))
-    assert tuple(map(int, alone.losses(None, First(), encoded, batch)["accuracy"])) == (1, 2)
-    rows = task.predictions(None, First(), encoded, batch)
+    assert tuple(map(int, alone.losses(None, FIRST, encoded, batch)["accuracy"])) == (1, 2)
+    rows = task.predictions(None, FIRST, encoded, batch)
     assert [(row["annot_id"], row["score"], row["label"]) for row in rows] == [("a-0", 0, 2), ("a-1", 1, 2)]
     assert rows[0]["probabilities"] == pytest.approx(scores[0].softmax(0).tolist())
     assert task.metrics(rows) == {"answer_accuracy": 0.5, "chance": 0.25}
@@ -271,10 +225,10 @@ def without_labels(folder: Path, split: str, of: str) -> None:
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
-def test_examples_without_labels_add_no_loss(task, samples, folder):
-    without_labels(folder, "test", of="val")
+def test_examples_without_labels_add_no_loss(task, samples, tmp_path):
+    without_labels(tmp_path, "test", of="val")
     one = changed(task, loss="softmax", region_loss="appearance")
-    model = new_model(one, dropout=0.0)
+    model = new_model(one, dataclasses.replace(TINY_MODEL, dropout=0.0))
     labelled, unlabelled = first(one, samples), first(one, samples, "test")
     expected, found = model(collate([labelled])), model(collate([unlabelled, labelled]))
     assert expected.keys() == found.keys()
@@ -284,26 +238,23 @@ def test_examples_without_labels_add_no_loss(task, samples, folder):
     assert all(count == 0 for _, count in model(collate([unlabelled])).values())
 
 
-# --- held out, and for the leaderboard --------------------------------------------------------------------------------
-
-
 def with_scores(scores: list[list[float]]) -> Encoded:
-    """What First makes these scores of the choices of each example of."""
+    """What FIRST makes these scores of the choices of each example of."""
     return Encoded(torch.tensor(scores).view(-1, 1, 1).expand(-1, 5, 1), torch.zeros(8, 5, 1), torch.zeros(0))
 
 
 def rows_for(task: VCR, examples: list[Example], scores: list[list[float]]) -> list[dict]:
-    return task.predictions(None, First(), with_scores(scores), collate(examples))
+    return task.predictions(None, FIRST, with_scores(scores), collate(examples))
 
 
-def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, folder):
+def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(task, samples, tmp_path):
     rationales = changed(task, subtask="rationale")
-    (known,) = examples_of(rationales, samples, "val")
+    (known,) = examples_of(rationales, samples, split="val")
     assert (known.metadata["conditioned_on"], known.metadata["label"]) == (2, 0)
     assert right(known) == [True, False, False, False]
     assert known.text.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
-    without_labels(folder, "test", of="val")
-    found = examples_of(rationales, samples, "test")
+    without_labels(tmp_path, "test", of="val")
+    found = examples_of(rationales, samples, split="test")
     assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]
     for example, answer in zip(found, ANSWERS, strict=True):
         assert texts(example)[1] == f"{QUESTION} {answer} [SEP] no [SEP]"
@@ -313,7 +264,7 @@ def test_rationales_are_for_the_right_answer_or_where_that_is_unknown_for_each(t
 
 
 def test_a_row_has_question_and_answers_in_words(task, samples):
-    examples = examples_of(changed(task, subtask="rationale", names="neutral"), samples, "val")
+    examples = examples_of(changed(task, subtask="rationale", names="neutral"), samples, split="val")
     (row,) = rows_for(task, examples, [[1.0, 3, 3, 2]])
     assert row["question"] == "Why is person 1 and dog 2 holding cup 4? the dog 2"
     assert (row["answer"], row["ground_truth"], row["score"], row["label"]) == ("no", "because dog 2 is nearby", 0.0, 0)
@@ -325,63 +276,41 @@ def test_a_row_has_question_and_answers_in_words(task, samples):
     assert mentioned == [("person 1", 1), ("dog 2", 2), ("cup 4", 4)], "person 3 is not mentioned"
 
 
-def evaluated(task: VCR, samples: list, split: str, answers: list[int], rationales: list[int]) -> list[dict]:
-    """Rows of both runs: which answer is likeliest of each item, and which rationale of each question."""
-    rows = []
-    for subtask, chosen in (("answer", answers), ("rationale", rationales)):
-        run = changed(task, subtask=subtask)
-        scores = [[2.0 * (i == one) for i in range(4)] for one in chosen]
-        rows += rows_for(run, examples_of(run, samples, split), scores)
-    return rows
-
-
 def test_two_joined_runs_give_three_accuracies(task, samples):
-    rows = evaluated(task, samples, "train", [2, 2], [0, 3])  # answer 2, rationale 0 are right
+    def joined(**likeliest: list[int]) -> list[dict]:
+        """The rows of both runs, where these choices of each question are the likeliest."""
+        rows = []
+        for subtask, chosen in likeliest.items():
+            run = changed(task, subtask=subtask)
+            scores = [[2.0 * (i == one) for i in range(4)] for one in chosen]
+            rows += rows_for(run, examples_of(run, samples, split="train"), scores)
+        return rows
+
+    rows = joined(answer=[2, 2], rationale=[0, 3])  # answer 2, rationale 0 are right
     accuracies = {"answer_accuracy": 1.0, "rationale_accuracy": 0.5, "joint_accuracy": 0.5}
     assert task.metrics(rows) == accuracies | {"joint_chance": 0.0625, "chance": 0.25}
-    assert task.metrics(evaluated(task, samples, "train", [2, 1], [1, 0]))["joint_accuracy"] == 0
-    rationales = [row for row in rows if row["subtask"] == "rationale"]
-    assert task.metrics(rationales) == {"rationale_accuracy": 0.5, "chance": 0.25}
+    assert task.metrics(joined(answer=[2, 1], rationale=[1, 0]))["joint_accuracy"] == 0
+    assert task.metrics(rows[2:]) == {"rationale_accuracy": 0.5, "chance": 0.25}
     one_missing = [row for row in rows if (row["annot_id"], row["subtask"]) != ("a-1", "answer")]
     assert task.metrics(one_missing)["joint_accuracy"] == 1, "of the items with both"
-    assert pa.Table.from_pylist(rows).num_rows == 4
 
 
-def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, samples, folder):
-    one, another = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+def test_invalid_items_are_skipped_in_training_and_answered_when_held_out(task, samples, tmp_path):
+    one, another = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     wordless = one.replace('["no"], [[2]', '[" ", []], [[2]')
-    (folder / "train.jsonl").write_text(wordless + another)
+    (tmp_path / "train.jsonl").write_text(wordless + another)
     found = task.examples(urls(samples), None)
     assert found.samples.tolist() == [1]
     assert found.skipped[0].endswith("train.jsonl line 1: it has no word in its answer_choices[0]")
-    (folder / "odd.jsonl").write_text(wordless)
+    (tmp_path / "odd.jsonl").write_text(wordless)
     found = task.examples(urls(samples), "odd")
     assert (len(found), found.skipped, len(found.invalid)) == (1, (), 1)
     assert texts(first(task, samples, "odd"))[0].endswith("holding cup ? [SEP] [SEP]")
-    without_labels(folder, "test", of="val")
+    without_labels(tmp_path, "test", of="val")
     both = changed(task, train_on=("train", "test")).examples(urls(samples), None)
     assert (both.samples.tolist(), len(both.skipped)) == ([1], 2)
     with pytest.raises(ValueError, match="none of the 1 examples of test of .*test.jsonl line 1: it has no labels"):
         changed(task, train_on=("test",)).examples(urls(samples), None)
-
-
-# --- refusals, and a user's own question ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "features", "named"),
-    [
-        ({"mask_size": 14}, "end_to_end", "task.mask_size is 14, but res5 has 2 x 2 cells; set it to 2"),
-        ({"max_tokens": 60}, "end_to_end", "task.max_tokens is 60, the model has positions for 59"),
-        ({}, "precomputed", "set --task.no_instance_masks --task.masked_regions=0"),
-        ({"region_loss": "none", "detected_regions": True}, "end_to_end", "task.detected_regions needs precomputed"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(task, settings, features, named):
-    regions = dataclasses.replace(TINY_MODEL.regions, features=features)
-    with pytest.raises(ValueError, match=named):
-        changed(task, **settings).head(dataclasses.replace(TINY_MODEL, regions=regions))
-    changed(task, max_tokens=59, mask_size=14, instance_masks=False).head(TINY_MODEL)
 
 
 def own(task: VCR, sample: object, *question: object) -> Example:
@@ -390,40 +319,39 @@ def own(task: VCR, sample: object, *question: object) -> Example:
 
 
 def test_a_users_question_is_about_the_regions_of_the_sample(task):
+    """Beside tests/vlbert/test_predict.py: several regions in one place, and a region fills its box."""
     sample, words = tiny_sample(7, regions=3), Vocabulary([*WORDS.tokens, "object"])
     neutral = VCR(dataclasses.replace(task.settings, names="neutral"), words, 8)
     example = own(neutral, sample, "Why is [1] near [2, 3]?", ["no", "[3] is", "the [2]", "no"])
     question = "[CLS] why is object near object and object ? [SEP]"
     assert words.decode(example.texts[1].tokens) == f"{question} object is [SEP]"
     assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
-    np.testing.assert_array_equal(example.image.boxes[1:], prepare_image(sample, TINY_MODEL.regions, False).boxes[1:])
     assert example.image.cells.all()
-    assert not any(right(example))
     (row,) = rows_for(neutral, [example], [[0.0, 0, 5, 1]])
     assert row["question"] == "Why is object 1 near object 2 and object 3?"
-    assert (row["answer"], row["ground_truth"]) == ("the object 2", None)
-    assert [box["name"] for box in row["boxes"]] == ["object 1", "object 2", "object 3"]
-    rationales = changed(task, subtask="rationale")
-    example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [2]"], "no [1]")
-    assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
-    assert (example.metadata["subtask"], example.metadata["question"]) == ("rationale", "Why? no object 1")
-    assert example.text.token_region.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert (row["answer"], row["ground_truth"], len(row["boxes"])) == ("the object 2", None, 3)
 
 
 FOUR = ["no"] * 4
 
 
 @pytest.mark.parametrize(
-    ("subtask", "question", "named"),
+    ("settings", "given", "named"),
     [
-        ("answer", ("why?", FOUR[:3]), "3 choices are given; give 4"),
-        ("answer", ("why?", FOUR, "no"), "this model chooses answers; give no answer"),
-        ("rationale", ("why?", FOUR), "this model chooses rationales; give the answer that they are for"),
-        ("answer", ("why is [3]?", FOUR), "the text mentions region 3; the image has 2, from 1"),
-        ("answer", ("why is [0]?", FOUR), r"'\[0\]' in 'why is \[0\]\?' names no region; write numbers, from 1"),
-        ("answer", ("why? " * 600, FOUR), "1200 tokens before the choices and 1 in the longest choice exceed"),
+        ({"mask_size": 14}, TINY_MODEL, "task.mask_size is 14, but res5 has 2 x 2 cells; set it to 2"),
+        ({"max_tokens": 60}, TINY_MODEL, "task.max_tokens is 60, the model has positions for 59"),
+        ({}, SEPARATE, "set --task.no_instance_masks --task.masked_regions=0"),
+        ({"region_loss": "none", "detected_regions": True}, TINY_MODEL, "task.detected_regions needs precomputed"),
+        ({}, ("why?", FOUR[:3]), "3 choices are given; give 4"),
+        ({}, ("why?", FOUR, "no"), "this model chooses answers; give no answer"),
+        ({"subtask": "rationale"}, ("why?", FOUR), "this model chooses rationales; give the answer that they are for"),
+        ({}, ("why is [3]?", FOUR), "the text mentions region 3; the image has 2, from 1"),
+        ({}, ("why is [0]?", FOUR), r"'\[0\]' in 'why is \[0\]\?' names no region; write numbers, from 1"),
+        ({}, ("why? " * 600, FOUR), "1200 tokens before the choices and 1 in the longest choice exceed"),
     ],
 )
-def test_a_users_question_that_does_not_fit_is_refused(task, subtask, question, named):
+def test_settings_and_users_questions_that_do_not_fit_are_refused(task, settings, given, named):
+    other = changed(task, **settings)
     with pytest.raises(ValueError, match=named):
-        own(changed(task, subtask=subtask), tiny_sample(7, regions=2), *question)
+        own(other, tiny_sample(7, regions=2), *given) if isinstance(given, tuple) else other.head(given)
+    changed(task, max_tokens=59, mask_size=14, instance_masks=False).head(TINY_MODEL)

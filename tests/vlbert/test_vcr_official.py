@@ -2,12 +2,11 @@
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from places import PROJECT
+from guides import blocks
 from tiny import SIZE, tiny_sample
 from vcr_files import BOXES, ITEM, write_vcr
 
@@ -35,16 +34,8 @@ def rows_of(table: dict[str, list[list[float]]]) -> list[dict]:
     ]
 
 
-@pytest.fixture
-def items(tmp_path) -> Path:
+def test_the_csv_has_the_order_of_the_items_and_exact_numbers(tmp_path):
     (tmp_path / "val.jsonl").write_text(lines_of())
-    return tmp_path / "val.jsonl"
-
-
-# --- the leaderboard's csv --------------------------------------------------------------------------------------------
-
-
-def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
     third = [1 / 3, 1 / 3, 1 / 3 - 1e-17, 1e-17]
     table = {"b": [third, EVEN, [0.7, 0.1, 0.1, 0.1], EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
     text = submission(tmp_path, rows_of(table))
@@ -72,12 +63,10 @@ INCOMPLETE = [
 
 
 @pytest.mark.parametrize(("rows", "named"), INCOMPLETE, ids=[named for _, named in INCOMPLETE])
-def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
+def test_predictions_that_the_leaderboard_refuses_are_named(tmp_path, rows, named):
+    (tmp_path / "val.jsonl").write_text(lines_of())
     with pytest.raises(ValueError, match=named):
-        submission(items.parent, rows)
-
-
-# --- items ------------------------------------------------------------------------------------------------------------
+        submission(tmp_path, rows)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +87,14 @@ def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
         (Path("/proc/self/mem"), r"^cannot read .*val\.jsonl: Input/output error"),
     ],
 )
-def test_a_wrong_item_is_named_by_its_line(items, content, named):
-    items.unlink()
+def test_a_wrong_item_is_named_by_its_line(tmp_path, content, named):
+    items = tmp_path / "val.jsonl"
     if isinstance(content, Path):
         items.symlink_to(content)
     elif content:
         items.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=named):
         read_items(items)
-
-
-# --- metadata ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -169,8 +155,7 @@ def test_wrong_metadata_are_named(metadata, field, change, named):
 
 def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_path, monkeypatch):
     write_vcr(tmp_path / "vcr", samples := [tiny_sample(i) for i in range(3)])
-    page = (PROJECT / "docs" / "tasks.md").read_text()
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "vcr" in block]
+    (program,) = [block for block in blocks("tasks.md", "python") if "vcr" in block]
     monkeypatch.chdir(tmp_path)
     exec(program, {})
     for sample, regions in zip(samples, AnnotatedDetector(tmp_path / "vcr-whole.json").detect(samples), strict=True):

@@ -3,14 +3,7 @@
 import pytest
 from vqa_files import write_vqa
 
-from vlbert.datasets.vqa import (
-    accuracy,
-    main,
-    normalise,
-    read_answers,
-    read_questions,
-    remove_punctuation,
-)
+from vlbert.datasets.vqa import accuracy, main, normalise, read_answers, read_questions, remove_punctuation
 
 
 def test_answers_are_normalised_as_by_the_official_code():
@@ -30,7 +23,7 @@ def test_answers_are_normalised_only_where_annotators_differ():
     assert accuracy("two", ["2"] * 3 + ["dog"] * 7) == pytest.approx(0.9)
 
 
-def test_the_answer_list_holds_the_answers_of_enough_questions(tmp_path, capsys):
+def test_the_answer_list_holds_the_answers_of_enough_questions_and_is_normalised(tmp_path, capsys):
     answers = ["Two"] * 5 + ["2"] * 4 + ["a dog"] * 10 + ["cat"] * 8 + ["zebra"] * 9 + ["the"] * 9
     for split, part in (("train2014", answers[::2]), ("val2014", answers[1::2])):
         write_vqa(tmp_path, split, {i: [answer] * 10 for i, answer in enumerate(part)})
@@ -46,9 +39,6 @@ def test_the_answer_list_holds_the_answers_of_enough_questions(tmp_path, capsys)
         with pytest.raises(SystemExit, match=named):
             main([str(tmp_path), str(tmp_path / "none.txt"), *arguments])
     assert not (tmp_path / "none.txt").exists()
-
-
-def test_an_answer_list_is_normalised(tmp_path):
     (tmp_path / "list.txt").write_text("<unk>\n Yes \nleft-right\nU.S.A.\nleft/right\n\n")
     assert read_answers(tmp_path / "list.txt", 6) == ["<unk>", "yes", "left right", "usa", "left right", ""]
 
