@@ -50,7 +50,7 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
 
     Args:
         since: time by the storage's clock; if a shard was revised later, the tars of its earlier revisions are in the
-            first set as well, because a training run may have read an earlier revision to pin it
+            first set as well, because a training run that has read an earlier revision may yet pin it
     """
     store, named, with_images = inventory.store, set(), set()
     withdrawn = read_withdrawn(store)
