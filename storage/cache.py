@@ -52,8 +52,8 @@ class ShardCache:
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
         """Set the snapshot whose tars are cached, in place of an earlier snapshot of the same dataset and stage.
 
-        Tars of other datasets and stages stay cached. Copies of tars that are no longer in the bucket are deleted:
-        `stored` has the paths of the bucket's objects.
+        Tars of other datasets and stages stay cached. Copies of tars that are not in `stored`, the paths in the bucket,
+        are deleted.
         """
         for file in (self._copies / index.folder).glob("*.tar"):
             if f"{index.folder}/{file.name}" not in stored:
@@ -89,7 +89,7 @@ class ShardCache:
         threading.Thread(target=keep_filling, name="shard cache", daemon=True).start()
 
     def fill(self) -> None:
-        """Copy missing tars to the folder while there is room. Raises ValueError if a tar in the bucket is damaged."""
+        """Copy each missing tar for which there is room. Raises ValueError if a tar in the bucket is damaged."""
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
         missing = []

@@ -19,9 +19,10 @@ _INTERRUPTED = "interrupted put"  # kind of local temporary files; all other kin
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
     """Return the files that may be deleted, each with a description of its kind.
 
-    Files older than `grace` seconds, by the storage's clock, may be deleted if they are: tars that no manifest and no
-    kept snapshot names; snapshots that no checkpoint pins, except the newest of each stage; temporary files of
-    interrupted writes. Tars of earlier revisions that contain withdrawn images may be deleted at any age.
+    Files older than `grace` seconds by the storage's clock: tars that no manifest and no kept snapshot names, snapshots
+    that no checkpoint pins (except the newest of each stage), and temporary files of interrupted writes.
+
+    Files of any age: tars of earlier revisions that contain withdrawn images.
     """
     now = store.now()
     garbage = [(_INTERRUPTED, info) for info in store.leftovers()]

@@ -126,7 +126,7 @@ class LocalStore:
                 probe.unlink()
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        """Write an object atomically. With `if_absent`, do not replace an existing object, but return False.
+        """Write an object atomically. With `if_absent`, leave an existing object unchanged and return False.
 
         Raises StorageUnreachable, with nothing changed, if it cannot be written.
         """

@@ -84,7 +84,7 @@ def _permute(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) 
 
 
 def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
-    """Return (epoch, example index) for `count` samples, after the first `consumed` samples of a run."""
+    """Return (epoch, example index) for the `count` samples that follow the first `consumed` samples of a run."""
     samples = []
     for epoch in range(consumed // n, -(-(consumed + count) // n)):
         positions = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))

@@ -100,8 +100,7 @@ def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
 
     Raises:
         UnsafePickle: the pickle names an object that is not in STAND_INS
-        ValueError: the data is truncated or not a pickle; the message starts with "is", so that callers can prepend the
-            file
+        ValueError: the data is truncated or not a pickle; the message starts with "is", to follow the name of a file
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()

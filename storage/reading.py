@@ -163,7 +163,7 @@ class ShardSamples:
         return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
-        """Return `length` bytes of the tar with index `tar`, from a local file or else from the store."""
+        """Return `length` bytes of tar number `tar`, from a local file if there is one, else from the store."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
             with contextlib.suppress(OSError):  # from a failing disk, or for a file that was replaced on NFS

@@ -169,10 +169,7 @@ def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str,
 
 
 def override_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of the config in which the fields in `values`, given by dotted name, are replaced in one step.
-
-    Raises KeyError for an unknown field.
-    """
+    """Return a copy of `config` with `values`, given by dotted field name. Raises KeyError for an unknown field."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")

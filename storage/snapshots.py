@@ -183,7 +183,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
 def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
     """Read the footer of a snapshot file. Return the snapshot, and the entry of each shard (docs/formats.md).
 
-    Raises ValueError if the file is missing, damaged, of another version, or at another path than it was written to.
+    Raises ValueError if the file is missing, damaged, of another version, or not at the path where it was written.
     """
     with _open_parquet(store, path) as file:
         return _read_footer(file, store.uri(path), path)

@@ -40,7 +40,7 @@ class Withdrawn:
         return url in self.urls or sha256 in self.sha256
 
     def contains(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Return a bool for each row of a table with the columns `url` and `sha256`: True if it is withdrawn."""
+        """Return a bool for each row of a table: True if its image is withdrawn, by its `url` or its `sha256`."""
         return pc.or_(is_in(rows["url"], self.urls), is_in(rows["sha256"], self.sha256))
 
 
@@ -61,10 +61,7 @@ def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()
 
 
 def read_withdrawn(store: ObjectStore) -> Withdrawn:
-    """Read all withdrawals of a root. A process reads each file only once.
-
-    Raises ValueError if a file is damaged.
-    """
+    """Read all withdrawals of a root; each file only once per process. Raises ValueError if a file is damaged."""
     withdrawn = Withdrawn()
     for info in store.list(f"{WITHDRAWN}/"):
         with contextlib.suppress(ObjectMissing):  # undone since the listing

@@ -102,7 +102,7 @@ class Catalog:
         return (manifest.table for manifest in self.manifests(stage, names, columns))
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
-        """Return an iterator over a shard's samples, in row order. Raises ValueError if its data are damaged."""
+        """Return an iterator over a shard's samples, in row order. Raises ValueError for damaged data."""
         return map(require_valid, self.read_each(self.manifest(stage, shard)))
 
     def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:

@@ -98,7 +98,7 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
     """Commit a revision of a shard without its withdrawn samples. Return False if none of its samples is withdrawn.
 
     The other samples keep their bytes, and stages made from the shard stay up to date. If another writer commits a
-    revision first, the samples are missing in that revision, too. Raises ValueError if the tar is damaged.
+    revision first, that revision leaves the samples out as well. Raises ValueError if the tar is damaged.
     """
     manifest = catalog.manifest(stage, shard)
     if not any(read_withdrawn(catalog.store).contains(manifest.ok()).to_pylist()):

@@ -77,7 +77,7 @@ class DownloadSettings(ImageSettings):
 
     @property
     def read_timeout(self) -> float:
-        """Time limit in seconds for connecting (TCP and TLS), and for the silence of a server."""
+        """Time limit in seconds for connecting (TCP and TLS), and for each wait for data from the server."""
         return self.deadline / 2
 
     @property
@@ -123,18 +123,15 @@ class Fetcher:
         await self.session.close()
 
     def host(self, url: str) -> str:
-        """Return the host and port of a URL. Raises the same errors as `AddressGuard.check_url`."""
+        """Return "host:port" for a URL. Raises the same errors as `AddressGuard.check_url`."""
         return _host_of(self.guard.check_url(url))
 
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
         """Fetch a URL and return its body. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host (`Hosts.slot`).
-
-        Args:
-            second_pass: time by the event loop's clock at which the second pass began; None in the first pass. The
-                second pass makes only one attempt. It also requests URLs of silent hosts, and requests a failed
-                robots.txt again
+        The caller must hold a slot of the URL's host (`Hosts.slot`). `second_pass` is the time, by the event loop's
+        clock, at which the second pass began, or None in the first pass. In the second pass, there is only one attempt,
+        URLs of silent hosts are requested as well, and so is a robots.txt that was unavailable before.
         """
         loop = asyncio.get_running_loop()
         # Before the deadline starts, because the wait for a robots.txt should not count.
@@ -249,7 +246,7 @@ class Fetcher:
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
         """Fetch a robots.txt, without retries and within the time limit for an image, and return its rules.
 
-        A success does not count as proof that the host answers, because it may answer only this request.
+        A success is not recorded in `hosts`, because the host may serve its robots.txt but no images.
         """
         address, location = str(url), None
         end = asyncio.get_running_loop().time() + self.settings.deadline
@@ -314,7 +311,7 @@ class Fetcher:
 
 
 def _pause(url: str, attempts: int) -> float:
-    """Return the seconds to wait before the next attempt. The jitter is the same in every run."""
+    """Return the seconds to wait before the next attempt. The random part is the same in every run."""
     return _RETRY_DELAY * 2 ** (attempts - 1) * random.Random(f"{attempts} {url}").uniform(0.5, 1.5)
 
 

@@ -58,10 +58,7 @@ class Hosts:
     def record_end(
         self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
     ) -> None:
-        """Record the outcome of a request.
-
-        `seconds` is the time from the request to the headers of the response, or None if there was no response.
-        """
+        """Record the outcome of a request. `seconds` is the time to the response's headers; None without a response."""
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):

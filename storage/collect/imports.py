@@ -44,8 +44,7 @@ def import_images(
 ) -> list[CaptionRow]:
     """Normalise images and write them to the spool. Return the rows with their images and statuses.
 
-    `images` yields each image once, as a pair of its place or file name and its bytes. Several rows may have the same
-    image.
+    `images` yields (place or file name, bytes or Refused) once for each image. Several rows may have the same image.
     """
 
     def store_image(image: tuple[str | Place, bytes | Refused]) -> Outcome:

@@ -89,10 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Return the names of the URL column and the caption column, which are "1" and "2" or the reverse.
-
-    The URL column is the one with more URLs or, with `of_folder`, more names of image files.
-    """
+    """Return ("1", "2") if column 1 has more URLs (or image file names) than column 2, else ("2", "1")."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None

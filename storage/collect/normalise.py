@@ -176,8 +176,8 @@ def _check_size(width: int, height: int, settings: ImageSettings) -> None:
 def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
     """Return ["repaired"] if a JPEG has stray bytes, else []. Raises ValueError or Refused if data is missing.
 
-    Pillow ignores stray bytes, but simplejpeg, which training uses, raises an error. To halve the time, the image is
-    decoded only to grey, at an eighth of its size.
+    Pillow ignores stray bytes, but simplejpeg, which training uses, raises an error. To save time, the image is decoded
+    only to grey, at an eighth of its size.
     """
     import simplejpeg
 
@@ -197,7 +197,7 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
 
 
 def _read_orientation(image: Image.Image) -> tuple[int, bool]:
-    """Return the EXIF orientation (1 to 8), and whether EXIF is readable. Without EXIF, it is (1, True)."""
+    """Return the EXIF orientation (1 to 8), and whether EXIF is readable. Return (1, True) without EXIF."""
     exif = Image.Exif()
     try:
         # Not image.getexif(), which hides errors of the JPEG and uses XMP, which browsers ignore.

@@ -93,7 +93,7 @@ class CollectSettings:
 
 
 def find_columns(settings: CollectSettings) -> Reading:
-    """Return the format and the columns of the origin. Columns that are not set are detected.
+    """Return the format and the columns of the origin. If `settings` names no columns of a list, they are detected.
 
     Raises ValueError if a file cannot be read, a column does not exist, or the columns cannot be detected.
     """

@@ -90,7 +90,7 @@ def _limit_lines(data: bytes) -> list[str]:
 
 
 class RobotsTxt:
-    """A cache of robots.txt rules by origin (scheme, host and port). Each robots.txt is requested only once."""
+    """A cache of robots.txt rules by origin (scheme, host and port). URLs of one origin share a request."""
 
     def __init__(self, request: Callable[["yarl.URL"], Awaitable[Rules]]):
         """Create a cache. `request` fetches the rules from the URL of a robots.txt, or raises Refused."""
@@ -105,7 +105,7 @@ class RobotsTxt:
     async def check(self, url: "yarl.URL", since: float | None = None) -> None:
         """Raise Refused if the robots.txt of a URL's origin forbids the URL or is unavailable.
 
-        If the last request for it failed before the time `since` (event loop's clock), it is requested again.
+        A robots.txt that was unavailable before the time `since` (event loop's clock) is requested again.
         """
         origin = str(url.origin())
         async with self._locks.setdefault(origin, asyncio.Lock()):

@@ -161,10 +161,7 @@ class Rows:
 
 
 def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:
-    """Store rows as parts, then store their index under `id`, and return the stored rows.
-
-    Existing files are not overwritten.
-    """
+    """Store rows as parts, and their index under `id`. Return the stored rows. Does not overwrite files."""
     rows, keys, names, unreadable = iter(rows), bytearray(), [], []
     while part := list(itertools.islice(rows, PART_ROWS)):
         unreadable += [row.row for row in part if row.status]
@@ -209,10 +206,7 @@ def _hash(data: bytes) -> str:
 
 
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows whose keys occurred before (ascending), and for each of them the first row with the same key.
-
-    The `unreadable` rows are ignored.
-    """
+    """Return the readable rows whose key occurred before, and the first row with each of these keys."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
     order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
     order = order[~np.isin(order, unreadable)]

@@ -53,7 +53,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 
 @dataclass(frozen=True)
 class Group:
-    """Shards to collect together (in a flow, by one Prefect task), and what the run has done before them."""
+    """Shards to collect together (in a flow, by one Prefect task), and the progress of the run before them."""
 
     parts: tuple[Part, ...]
     list_id: str  # id of the stored rows
@@ -87,7 +87,7 @@ def collect(
     log: Callable[[str], None] = print,
     run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
-    """Download or import all shards of a dataset that are missing, in groups. Return a summary.
+    """Download or import the missing shards of a dataset, in groups. Return a summary.
 
     `run_group` collects one group (default: `collect_group`). Raises NothingStored if no row of the dataset is ok,
     whether in new or in older shards.
@@ -155,7 +155,7 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
-    """Return the error message for a dataset without an ok row. The first row of `part` is its example."""
+    """Return the error message for a dataset without an ok row. It shows the first row of `part`."""
     status = Status(Counter(counts).most_common(1)[0][0])
     (row,) = listed.read(part.start, part.start + 1)
     hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
@@ -178,8 +178,8 @@ def collect_group(
     """Collect and commit the shards of a group, a few at a time. Return the number of rows with each status.
 
     Shards that another worker has claimed or committed are skipped. A shard without any image is committed only if the
-    dataset or this group already has an image. Raises ConnectionError if none of a shard's hosts can be reached. That
-    shard is not committed.
+    dataset or this group already has an image. If none of a shard's hosts can be reached, the shard is not committed,
+    and ConnectionError is raised.
     """
     catalog = Catalog(open_store(root), settings.name)
     rows = Rows(catalog.store, settings.name, group.list_id)
@@ -275,7 +275,7 @@ class _GroupCollector:
             await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
     def count_committed(self, part: Part) -> dict[str, int]:
-        """Return a shard's row counts by status if it is already committed as requested, else {}."""
+        """Return a shard's row counts by status, or {} if it is not committed yet or is to be replaced."""
         try:
             (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
         except ObjectMissing:
@@ -303,7 +303,7 @@ class _GroupCollector:
         return manifest, results
 
     def settle_rows(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
-        """Return the withdrawn, unreadable and repeated rows by number, with statuses. They need no request."""
+        """Return the withdrawn, unreadable and repeated rows, which need no request, by row number."""
         results, firsts = {}, self.rows.duplicates(part.start, part.stop)
         for row in rows:
             if row.url in self.withdrawn.urls:
@@ -316,10 +316,7 @@ class _GroupCollector:
         return results
 
     def import_rows(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
-        """Import the images of `rows` from a folder or tars. Return the rows with their statuses.
-
-        Of the missing files, only the first is logged.
-        """
+        """Import the images of `rows`. Return the rows with their statuses. Log only the first missing file."""
         settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)

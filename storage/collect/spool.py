@@ -1,4 +1,4 @@
-"""A temporary file that holds the images of a shard until it is committed, to save memory."""
+"""A temporary file that holds the images of a shard until the shard is committed, to save memory."""
 
 import os
 import tempfile

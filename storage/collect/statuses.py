@@ -10,7 +10,7 @@ _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class Status(StrEnum):
-    """The outcome of a row. `meaning` explains it. Other members are HTTP_400 to HTTP_599."""
+    """The outcome of a row. `meaning` explains it. The members include HTTP_400 to HTTP_599."""
 
     _ignore_ = "code members"
     meaning: str

@@ -53,7 +53,7 @@ class TarSet:
                         yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield (place, bytes) for each image, in order. At most `limit` + 1 bytes of an image are read."""
+        """Yield each place with the bytes of its image, in order. At most `limit` + 1 bytes of an image are read."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
             with open_object(self._store, tar) as stream:
                 for place in images:
