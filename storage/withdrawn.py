@@ -61,7 +61,7 @@ def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()
 
 
 def read_withdrawn(store: ObjectStore) -> Withdrawn:
-    """Read all withdrawals of a root; each file only once per process. Raises ValueError if a file is damaged."""
+    """Read all withdrawals of a root. A process reads each file once. Raises ValueError if one is damaged."""
     withdrawn = Withdrawn()
     for info in store.list(f"{WITHDRAWN}/"):
         with contextlib.suppress(ObjectMissing):  # undone since the listing
