@@ -144,7 +144,6 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
 
 def _open(data: bytes) -> Image.Image:
     """Open an image, reading only its header. The format is detected from the bytes. Raises Refused on failure."""
-    start = data[:16]
     try:
         return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -152,10 +151,10 @@ def _open(data: bytes) -> Image.Image:
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError
         if resource_error_hint(error):
             raise
-        names = [name for name, magic in _MAGIC.items() if start.startswith(magic)]
+        names = [name for name, magic in _MAGIC.items() if data.startswith(magic)]
         if not names:
             raise Refused(
-                Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}"
+                Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {data[:16]!r}"
             ) from error
         # Pillow's message for UnidentifiedImageError has a memory address.
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"
