@@ -3,8 +3,8 @@
 A copy gets the name of its tar only after its sha256 was checked, so a file with that name is complete. A reader uses
 the file if it exists, and the bucket otherwise.
 
-Training reads tars in random order, so each is equally likely to be read next, and replacing one by another gains
-nothing. So the folder is filled up to its limit, and only copies that no run has used for a day are removed.
+Training reads tars in random order, so no tar is more useful in the cache than another. The folder is filled up to its
+limit, and only copies that no run has used for a day are removed.
 """
 
 import contextlib
@@ -50,9 +50,10 @@ class ShardCache:
                 raise ValueError(f"--data.cache={self.folder} is inside or above the root {root}; use another folder")
 
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
-        """Choose the tars of this snapshot for caching, in place of an earlier one of the same dataset and stage.
+        """Set the snapshot whose tars are cached, in place of an earlier snapshot of the same dataset and stage.
 
-        Other datasets stay cached. Copies of tars that the bucket no longer has (not in `stored`) are deleted.
+        Tars of other datasets and stages stay cached. Copies of tars that are not in `stored`, the paths in the bucket,
+        are deleted.
         """
         for file in (self._copies / index.folder).glob("*.tar"):
             if f"{index.folder}/{file.name}" not in stored:
@@ -88,7 +89,7 @@ class ShardCache:
         threading.Thread(target=keep_filling, name="shard cache", daemon=True).start()
 
     def fill(self) -> None:
-        """Copy the missing tars that fit. Raises ValueError if one is damaged in the bucket; it is not tried again."""
+        """Copy each missing tar for which there is room. Raises ValueError if a tar in the bucket is damaged."""
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
         missing = []
@@ -128,7 +129,7 @@ class ShardCache:
                 out.flush()
                 os.fsync(out.fileno())
             if (actual := sha256_of(temporary)) != sha256:
-                self._wanted.pop(tar, None)
+                self._wanted.pop(tar, None)  # do not try it again
                 raise ValueError(
                     f"{self._store.uri(tar)} is damaged: its sha256 is {actual[:12]}...; delete its manifest and run "
                     "its stage again"

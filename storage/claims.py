@@ -37,7 +37,7 @@ def exit_at_sigterm() -> None:
 
 
 class Claims:
-    """Context manager for this process's claims on shards of a stage. A thread renews them, and the exit releases them.
+    """Context manager for this process's claims on shards. A thread renews them, and they are released at the end.
 
         with Claims(store, "captions/images") as claims:
             for shard, left in claims.each(shards, pending, print):
@@ -54,7 +54,7 @@ class Claims:
         self._end = threading.Event()
 
     def take(self, shards: Sequence[str]) -> str | None:
-        """Claim a shard, chosen at random from those without a live claim. Return its name, or None if all have one."""
+        """Claim a random shard without a live claim, and return its name. Return None if there is no such shard."""
         live = self._find_live()
         for shard in sorted(random.sample(shards, len(shards)), key=live.__contains__):  # shards without a claim first
             if shard in self.held or live.get(shard):
@@ -68,7 +68,7 @@ class Claims:
         return None
 
     def release(self, shard: str) -> None:
-        """Delete our claim on a shard, unless another worker has replaced it. If that fails, the claim will expire."""
+        """Delete our claim on a shard, unless another worker has replaced it. If this fails, the claim will expire."""
         with self._lock:
             with contextlib.suppress(ObjectMissing, StorageUnreachable):
                 if self.store.get(self._path(shard)) == self._content:
@@ -76,7 +76,7 @@ class Claims:
             self.held.remove(shard)  # last: after a signal, the end of `with` tries again
 
     def renew(self) -> None:
-        """Renew the held claims by writing them again, until one cannot be written."""
+        """Renew all held claims by writing them again. Stop if a claim cannot be written."""
         with contextlib.suppress(StorageUnreachable):
             for shard in [*self.held]:
                 with self._lock:
@@ -86,9 +86,10 @@ class Claims:
     def each(
         self, shards: Iterable[str], pending: Callable[[Sequence[str]], list[str]], log: Callable[[str], object]
     ) -> Generator[tuple[str, int]]:
-        """Claim one shard after another, and yield each with the number of shards left after it.
+        """Claim the shards one at a time, and yield each claimed shard with the number of shards that are left.
 
-        Waits for shards of other workers, takes over those of dead workers, and ends when no shard is pending.
+        Waits while other workers hold the remaining shards, takes over the shards of dead workers, and ends when no
+        shard is pending.
 
         Args:
             pending: function that returns which of the given shards are not committed yet
@@ -116,7 +117,10 @@ class Claims:
         log: Callable[[str], object],
         for_all: bool = False,
     ) -> list[str]:
-        """Wait until a shard (with `for_all`, every shard) is committed or has no live claim. Return pending shards."""
+        """Wait until at least one shard is committed or has no live claim. Return the shards that are still pending.
+
+        With `for_all`, wait until this holds for every shard.
+        """
         due, pause = time.monotonic(), POLLS[0]
         while True:
             left, live = pending(shards), self._find_live()
@@ -156,9 +160,9 @@ class Claims:
         return ours
 
     def _find_live(self, shard: str = "") -> dict[str, bool]:
-        """Map each claimed shard (or only `shard`, if it is claimed) to whether its claim is live.
+        """Map each claimed shard to whether its claim is live. With `shard`, look only at that shard.
 
-        A claim dated EXPIRY seconds or more in the future is dead, too.
+        A claim dated EXPIRY seconds or more in the future counts as dead.
         """
         infos = self.store.list(f"{self.stage}/claims/{shard}")
         renewed = {match[1]: info.modified for info in infos if (match := _CLAIM.search(info.path))}

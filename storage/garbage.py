@@ -17,11 +17,12 @@ _INTERRUPTED = "interrupted put"  # kind of local temporary files; all other kin
 
 
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
-    """Return the files that may be deleted, as pairs of a description and the file.
+    """Return the files that may be deleted, each with a description of its kind.
 
-    These are tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins (except the newest of
-    each stage), and temporary files of interrupted writes, if older than `grace` seconds by the storage's clock. Tars
-    of earlier revisions that contain withdrawn images may be deleted at any age.
+    Files older than `grace` seconds by the storage's clock: tars that no manifest and no kept snapshot names, snapshots
+    that no checkpoint pins (except the newest of each stage), and temporary files of interrupted writes.
+
+    Files of any age: tars of earlier revisions that contain withdrawn images.
     """
     now = store.now()
     garbage = [(_INTERRUPTED, info) for info in store.leftovers()]
@@ -43,13 +44,14 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
 
 
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
-    """Return two sets: the tars that manifests name, and those of earlier revisions that contain withdrawn images.
+    """Return the tars that manifests name, and the tars of earlier revisions that contain withdrawn images.
 
-    If a snapshot names a deleted tar, its samples are read from the newest revision (storage/revised.py).
+    A snapshot may name tars of the second set. Once they are deleted, its samples are read from the newest revisions
+    (storage/revised.py).
 
     Args:
-        since: a time by the storage's clock; the first set has the tars of all revisions of a shard that was revised
-            later, because a training run that read an earlier revision may still pin it
+        since: time by the storage's clock; if a shard was revised later, the tars of its earlier revisions are in the
+            first set as well, because a training run that has read an earlier revision may yet pin it
     """
     store, named, with_images = inventory.store, set(), set()
     withdrawn = read_withdrawn(store)
@@ -70,7 +72,7 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
 
 
 def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
-    """Delete a file that is still unused. Return False, and keep it, if it was written again or came into use."""
+    """Delete a file if it is still unused. Return False if it was written again or has come into use."""
     if kind == _INTERRUPTED:
         Path(info.path).unlink(missing_ok=True)
         return True
@@ -86,7 +88,7 @@ def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
 
 
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
-    """Return lines that list the files that may be deleted. With `delete`, delete and list those still unused."""
+    """Return lines that list the files that may be deleted or, with `delete`, the files that were deleted."""
     garbage = [(kind, info) for kind, info in find_garbage(store, grace) if not delete or _remove(store, kind, info)]
     if not garbage:
         return ["nothing to delete"]

@@ -20,7 +20,10 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 
 
 class Inventory:
-    """The manifests, snapshots, tars and checkpoints of a root, or of one dataset (then without checkpoints)."""
+    """The manifests, snapshots, tars and checkpoints of a root, or those of one dataset without checkpoints.
+
+    Raises ValueError if the dataset has no committed shard.
+    """
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
         self.store, self.dataset = store, dataset
@@ -40,7 +43,7 @@ class Inventory:
             raise ValueError(f"{store.uri(dataset)} has no committed shard; `vlbert catalog status` lists the datasets")
 
     def headers(self, dataset: str, stage: str) -> Iterator[Header]:
-        """Return an iterator over the headers of a stage's shards, each from the shard's newest manifest."""
+        """Return an iterator over the headers of a stage's shards, read from their newest manifests."""
         shards = self.manifests[dataset, stage]
         names = [manifest_names(shards[shard])[-1] for shard in sorted(shards)]
         return Catalog(self.store, dataset).manifests(stage, names)
@@ -71,7 +74,7 @@ class Inventory:
 
 
 def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
-    """Return the path of each checkpoint's state.json, as run -> step -> path."""
+    """Return the paths of all checkpoints' state.json files, by run and by step."""
     states: dict[str, dict[int, str]] = defaultdict(dict)
     for info in store.list("runs/"):
         if match := _STATE.fullmatch(info.path):
@@ -85,7 +88,7 @@ def manifest_names(revisions: dict[int, ObjectInfo]) -> list[str]:
 
 
 def status(store: ObjectStore) -> list[str]:
-    """Return the lines of two tables: stages with their row counts by status, and snapshots, marked if pinned."""
+    """Return two tables, as lines: the stages with their row counts by status, and the snapshots."""
     inventory = Inventory(store)
     stages, snapshots, pinned = [], [], inventory.pins()
     for dataset, stage in sorted(inventory.manifests):

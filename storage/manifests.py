@@ -58,12 +58,12 @@ class Header:
         tar: path of the tar relative to the root; None if no row is ok
         tar_sha256: sha256 of the tar, 64 hex digits; "" if there is no tar
         tar_bytes: size of the tar; 0 if there is no tar
-        content: sha256 of the tar before any sample was withdrawn; if a revision changes it, stages that were made from
-            the shard must make it again
+        content: sha256 of the tar before any sample was withdrawn; if a revision changes it, the shards of other stages
+            that were made from this shard must be made again
         statuses: number of rows with each status
         meta: how the stage made the shard: "source", "config", "config_hash", "random_init", ...
         sha256: sha256 of the manifest's bytes, 64 hex digits
-        revision: 1, plus 1 for each time that rows of the shard were requested again or withdrawn
+        revision: 1 at first; each time that rows of the shard are requested again or withdrawn, it grows by 1
     """
 
     shard: str
@@ -87,32 +87,32 @@ class Header:
         return self.statuses.get(OK, 0)
 
     def as_source(self) -> dict[str, str]:
-        """Return the value of meta["source"] for shards that are made from this one. `Catalog.pending` reads it."""
+        """Return a reference to this shard, to be recorded as meta["source"] of the shards that are made from it."""
         return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256, "content": self.content}
 
 
 @dataclass(frozen=True)
 class Manifest(Header):
-    """The header and the rows of a committed shard. The table has those columns of SCHEMA that were read."""
+    """The header and the rows of a committed shard. `table` has only the columns that were requested."""
 
     table: pa.Table
 
     def rows(self) -> list[Row]:
-        """Return the rows in the form that `commit_shard` takes."""
+        """Return the rows as Row objects, which `commit_shard` takes."""
         names = [field.name for field in fields(Row)]
         return [Row(**line) for line in self.table.select(names).to_pylist()]
 
     def ok(self) -> pa.Table:
-        """Return the rows with the status ok, which have a sample in the tar."""
+        """Return the rows whose status is ok. These are the rows with a sample in the tar."""
         return self.table.filter(pc.equal(self.table["status"], OK))
 
 
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
-    """Encode a manifest. Equal arguments give equal bytes with the same version of pyarrow.
+    """Encode a manifest as bytes. Equal arguments give equal bytes, as long as the version of pyarrow is the same.
 
     Args:
-        spans: position in the tar of each ok row
-        facts: width, height, number of regions and sha256 of each ok row
+        spans: for each ok row, the position of its sample in the tar
+        facts: for each ok row, its width, height, number of regions (or None) and sha256
         metadata: the other fields of the header: stage, shard, tar, tar_sha256, tar_bytes, content and meta
     """
     header = {
@@ -130,7 +130,7 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
 
 
 def table_bytes(table: pa.Table, header: dict) -> bytes:
-    """Encode a manifest from its rows, a table with the columns of SCHEMA, and its header."""
+    """Encode a manifest as bytes. `table` holds its rows, in the columns of SCHEMA."""
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sink = io.BytesIO()
     with pq.ParquetWriter(

@@ -1,7 +1,7 @@
 """Object stores: named objects in a local folder or under `s3://bucket/prefix`. No other module uses boto3.
 
-A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`, which returns
-True to only one of any number of writers, on any number of machines.
+A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`: of several
+writers, even on different machines, it returns True only to the first.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class ObjectInfo:
 
 
 def _check_path(path: str) -> str:
-    """Return `path` unchanged. Raises ValueError if it leads out of the root, or if `list` would skip it."""
+    """Return `path` unchanged. Raises ValueError if it is outside the root, or if `list` would skip it."""
     if not path or "\\" in path or "\0" in path or any(not part or part.startswith(".") for part in path.split("/")):
         raise ValueError(
             f"{path!r} is not a valid object name: it must be relative to the root, without empty parts or parts that "
@@ -126,7 +126,7 @@ class LocalStore:
                 probe.unlink()
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        """Write an object atomically. Return False, with nothing changed, if it exists and `if_absent` is set.
+        """Write an object atomically. With `if_absent`, leave an existing object unchanged and return False.
 
         Raises StorageUnreachable, with nothing changed, if it cannot be written.
         """
@@ -166,7 +166,10 @@ class LocalStore:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises as `get` does, and ValueError if the object is too short."""
+        """Return `length` bytes of an object, from byte `offset` on.
+
+        Raises ValueError if the object is too short, and otherwise the same errors as `get`.
+        """
         with self._open(path) as file:
             data = os.pread(file.fileno(), length, offset)
         return _check_range(data, self.uri(path), offset, length)
@@ -176,7 +179,7 @@ class LocalStore:
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose paths begin with `prefix`, which may end within a name, sorted by path."""
+        """Yield all objects whose path begins with `prefix`, sorted by path. The prefix may end within a name."""
         parent = _check_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
         paths = []
 
@@ -209,11 +212,11 @@ class LocalStore:
         return self._file(path)
 
     def uri(self, path: str = "") -> str:
-        """Return the local path or s3:// URI of an object, or by default of the root, for messages and reports."""
+        """Return the local path or s3:// URI of an object, for messages and reports. The default is the root."""
         return str(self._file(path) if path else self._folder)
 
     def now(self) -> float:
-        """Return seconds since 1970 by the clock that dates objects, or by this machine's if no file can be written."""
+        """Return the storage's time in seconds since 1970, or this machine's time if no file can be written."""
         try:
             with self._probe() as probe:
                 return probe.stat().st_mtime
@@ -221,9 +224,9 @@ class LocalStore:
             return time.time()
 
     def leftovers(self) -> Iterator[ObjectInfo]:
-        """Yield the temporary files of killed and active writers, with absolute local paths. A bucket has none.
+        """Yield the temporary files of writers, with absolute local paths. Yield nothing for a bucket.
 
-        Only the age of a file distinguishes a killed writer from an active one.
+        A writer may still be active, or it may have been killed. Only the age of its file distinguishes the two.
         """
         for file in self._folder.rglob(".*"):
             if _TEMPORARY.fullmatch(file.name):
@@ -232,7 +235,7 @@ class LocalStore:
                     yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
-        """Remove a file, and its folder if that is now empty, because a bucket has no empty folders either."""
+        """Remove a file. Also remove its folder if that is empty now, because a bucket has no empty folders."""
         with _write_errors(file):
             try:
                 file.unlink()
@@ -261,7 +264,7 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _write_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns OSError into StorageUnreachable, which names the file and says what to do."""
+    """Context manager that turns OSError into StorageUnreachable, whose message names the file and a remedy."""
     try:
         yield
     except OSError as error:
@@ -272,7 +275,7 @@ def _write_errors(file: Path) -> Iterator[None]:
 
 
 def _open_new(file: Path) -> BinaryIO:
-    """Create a file and its parent folders, and sync the folders so that they survive a power failure."""
+    """Create a file. Sync the parent folders that had to be made, so that they survive a power failure."""
     for left in reversed(range(_FOLDERS)):
         made = [folder for folder in file.parents if not folder.is_dir()]
         try:
@@ -291,7 +294,7 @@ def _open_new(file: Path) -> BinaryIO:
 
 @functools.cache
 def _create_loader() -> Any:
-    """Return botocore's loader of service descriptions, which all clients share because loading them takes 0.2 s."""
+    """Return botocore's loader of service descriptions. All clients share it, because loading takes 0.2 s."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -321,7 +324,7 @@ def _endpoint() -> str:
 
 
 class S3Store:
-    """A store that keeps objects in a bucket. boto3 finds its endpoint and credentials (AWS_ENDPOINT_URL, ~/.aws)."""
+    """A store that keeps objects in a bucket. boto3 reads the endpoint and credentials (AWS_ENDPOINT_URL, ~/.aws)."""
 
     def __init__(self, root: str):
         require("boto3", f"the root {root}")
@@ -375,7 +378,7 @@ class S3Store:
         return True
 
     def _put_if_absent(self, path: str, data: Content) -> bool:
-        """Put an object with `If-None-Match: *`. Try again if S3 answers 409, as it does for two puts at once."""
+        """Put an object with `If-None-Match: *`. Try again after a 409, S3's answer to simultaneous puts."""
         # botocore repeats a request if its answer was lost, and then finds its own object; the mark identifies it.
         mark = secrets.token_hex(16)
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
@@ -513,8 +516,9 @@ ObjectStore = LocalStore | S3Store
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
     """Open the store at `root`, a folder or `s3://bucket/prefix`, and check that it can be used.
 
-    With `write`, create a missing folder, and check conditional writes, which commits need. Without it, write nothing.
-    Raises StorageUnreachable, naming the folder or the bucket and its endpoint, if a check fails.
+    With `write`, create the folder if it is missing, and check that the store supports conditional writes, which
+    commits need. Otherwise write nothing. Raises StorageUnreachable, naming the folder or the bucket and its endpoint,
+    if a check fails.
     """
     if "://" in root and not root.startswith("s3://"):
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")

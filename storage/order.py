@@ -9,7 +9,7 @@ import numpy as np
 
 @functools.lru_cache  # all batches need the same few hashes
 def mix(*numbers: int) -> int:
-    """Return a 64-bit hash of integers (chained splitmix64), which unlike a library's random numbers never changes."""
+    """Return a 64-bit hash of integers (chained splitmix64). It never changes between library versions."""
     state = 0
     for number in numbers:
         state = _splitmix64(state ^ _splitmix64(number % 2**64))
@@ -30,15 +30,17 @@ def _splitmix64(x: Any) -> Any:
 def shuffled(
     positions: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
 ) -> np.ndarray:
-    """Return the int64 indices of the examples at `positions`, int [P], of a shuffled epoch of `n` examples.
+    """Return the indices of the examples at some positions of a shuffled epoch, int64 [P].
 
-    For all n positions together, the result is a permutation of 0..n-1. Each position is computed independently (a
-    Feistel network, repeated until the index is below n), so even a long epoch needs no memory and no setup time.
+    For all n positions together, the result is a permutation of 0..n-1. Each position is computed independently, by a
+    Feistel network that is repeated until the index is below n. So even a long epoch needs no memory and no setup time.
 
     Args:
+        positions: positions in the epoch, int [P]
         stream: number that distinguishes independent orders with the same seed
-        chunk: number of neighbouring examples that stay together; whole chunks are shuffled, and each epoch cuts the
-            examples into chunks at different places
+        n: number of examples in an epoch
+        chunk: number of neighbouring examples that stay together; the order of whole chunks is shuffled, and each epoch
+            cuts the examples into chunks at different places
         begins: number of examples in all earlier epochs; chunks start at multiples of `chunk`, counted over all epochs,
             so that batches of that size hold whole chunks; an epoch may start and end with an incomplete chunk
     """
@@ -57,14 +59,14 @@ def shuffled(
 
 @functools.lru_cache(8)  # all batches of an epoch need the same tables
 def _feistel_tables(seed: int, stream: int, epoch: int, half: int) -> tuple[np.ndarray, ...]:
-    """Return the Feistel network's round functions: per round a table, int64 [2**half], of values below 2**half."""
+    """Return a table for each round of the Feistel network: int64 [2**half], with values below 2**half."""
     inputs = np.arange(2**half, dtype=np.uint64)
     tables = tuple(_splitmix64(inputs ^ np.uint64(mix(seed, stream, epoch, number))) for number in range(4))
     return tuple((table & np.uint64(2**half - 1)).astype(np.int64) for table in tables)
 
 
 def _permute(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
-    """Permute 0..n-1 pseudo-randomly, and return the values at these positions as int64."""
+    """Return the values at `positions` of a pseudo-random permutation of 0..n-1, as int64."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
     tables, low = _feistel_tables(seed, stream, epoch, half), 2**half - 1
     result = positions.astype(np.int64)
@@ -82,7 +84,7 @@ def _permute(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) 
 
 
 def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
-    """Return (epoch, example index) of the `count` samples after the first `consumed` ones, across epochs if needed."""
+    """Return (epoch, example index) for the `count` samples that follow the first `consumed` samples of a run."""
     samples = []
     for epoch in range(consumed // n, -(-(consumed + count) // n)):
         positions = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
@@ -91,25 +93,27 @@ def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> 
 
 
 def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Interleave sequences in proportion to their weights. Return the `count` slots after the first `consumed` ones.
+    """Interleave draws from several sequences, in proportion to the weights of the sequences.
 
-    If a sequence has the share s of the total weight, its draw k is due at time (k + 1/2) / s. Slots are sorted by
-    these times (Sainte-Laguë's method), and equal times by the index of the sequence. So after any number of slots,
+    Only the `count` draws after the first `consumed` draws are computed and returned.
+
+    If a sequence has the share s of the total weight, its draw k is due at time (k + 1/2) / s. Draws are sorted by
+    these times (Sainte-Laguë's method), and for equal times by the index of the sequence. So after any number of draws,
     each sequence has received its share, to within about half the number of sequences. If the weights are the lengths
-    of the sequences, their epochs end together. Slots are computed without the slots before them.
+    of the sequences, their epochs end together.
 
     Returns:
-        For each slot, the index of its sequence, and the index of its draw from that sequence: two int64 [count].
+        Two int64 [count]: for each draw, the index of its sequence, and the index of the draw within that sequence.
     """
     if len(weights) == 1:
         return np.zeros(count, np.int64), np.arange(consumed, consumed + count)
     shares = np.array(weights, np.float64) / sum(weights)
-    # Up to time t, at most t * s + 1/2 draws of a sequence are due, in total t plus half a slot per sequence. So the
-    # draws due by this time are among the first `consumed` slots. Start one draw earlier in each sequence, in case a
+    # Up to time t, at most t * s + 1/2 draws of a sequence are due, in total t plus half a draw per sequence. So the
+    # draws due by this time are among the first `consumed` ones. Start one draw earlier in each sequence, in case a
     # time was rounded up.
     time = max(0.0, consumed - len(shares) / 2)
     before = np.maximum(0, np.floor(time * shares + 0.5).astype(np.int64) - 1)
-    first = consumed - int(before.sum())  # position of the first slot among the sorted draws
+    first = consumed - int(before.sum())  # position of the first returned draw among the sorted draws
     draws = before[:, None] + np.arange(first + count)
     order = np.argsort((draws + 0.5) / shares[:, None], axis=None, kind="stable")[first : first + count]
     return order // draws.shape[1], draws.ravel()[order]

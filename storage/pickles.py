@@ -1,4 +1,4 @@
-"""Safe reading of untrusted pickles of plain values and of numpy's arrays and numbers.
+"""Safe reading of untrusted pickles that contain plain values, numpy arrays and numpy numbers.
 
 A pickle can call any object that it names. This reader maps the allowed names to functions of this file, refuses all
 others, and imports nothing.
@@ -18,11 +18,14 @@ from storage.safe_json import printable, short_repr
 
 
 class UnsafePickle(ValueError):
-    """Raised for a pickle that names an object which plain values and arrays do not need."""
+    """Raised if a pickle names an object that is not needed for plain values and arrays."""
 
 
 class _Dtype:
-    """A stand-in for numpy.dtype, because a pickle can set numpy's own to a state that reads bytes as pointers."""
+    """A stand-in for numpy.dtype that accepts only numbers and booleans.
+
+    A pickle could change the state of a real dtype, so that numpy would treat bytes as pointers.
+    """
 
     order: Literal["<", ">", "=", "|"]
 
@@ -93,11 +96,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
-    """Return the value of a pickle of any protocol. `encoding` decodes byte strings that Python 2 has pickled.
+    """Return the value of a pickle. `encoding` is used to decode byte strings that Python 2 has pickled.
 
     Raises:
         UnsafePickle: the pickle names an object that is not in STAND_INS
-        ValueError: the data is truncated or not a pickle; the message starts with "is", for the caller to add the file
+        ValueError: the data is truncated or not a pickle; the message starts with "is", to follow the name of a file
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()

@@ -22,9 +22,10 @@ Flat = tyro.conf.arg(name="")
 
 
 class Command:
-    """The `main` of a command: calls a function (or one per subcommand) with arguments parsed from the command line.
+    """The `main` of a command: parses the command line, and calls `function` with the arguments.
 
-    ValueError, OSError and the `expected` errors print one line and exit with status 1. Ctrl-C exits with status 130.
+    If `function` is a dict, its keys are the names of subcommands. For ValueError, OSError and the `expected` errors,
+    it prints one line and exits with status 1. After Ctrl-C, it exits with status 130.
     """
 
     def __init__(
@@ -52,6 +53,6 @@ class PackageMissing(ImportError, ValueError):
 
 
 def require(package: str, purpose: str, extra: str = "pipeline") -> None:
-    """Raise PackageMissing if `package`, which `purpose` needs, is not installed. The message names the pip extra."""
+    """Raise PackageMissing if `package` is not installed. The message names the `purpose` and the pip extra."""
     if importlib.util.find_spec(package) is None:
         raise PackageMissing(f"{purpose} needs {package}, which is not installed: pip install 'vlbert[{extra}]'")

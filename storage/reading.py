@@ -46,17 +46,17 @@ class Samples(Protocol):
     def sample(self, number: int) -> Sample: ...
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """Return the samples with these indices, in order. An invalid one is replaced by a ValueError that says why.
+        """Return the samples with these indices, in order, with a ValueError in place of each invalid sample.
 
-        Other errors, such as a missing tar or an unreachable server, are raised and stop the run.
+        Other errors, such as a missing tar or an unreachable server, are raised.
         """
 
 
 class ShardSamples:
-    """The samples of a snapshot, read by their byte ranges in its index, with pread or with range requests to S3.
+    """The samples of a snapshot, read by byte range from local tars or from a bucket.
 
-    Samples withdrawn after the snapshot are invalid. Other samples of their shards are read from the newest revisions.
-    A read is repeated for up to `patience` seconds while the storage does not answer.
+    Samples withdrawn after the snapshot are invalid. The other samples of their shards are read from the newest
+    revisions. While the storage does not answer, a read is repeated for up to `patience` seconds.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class ShardSamples:
         return sample
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """Return the samples with these indices, in order. An invalid one is replaced by a ValueError that says why.
+        """Return the samples with these indices, in order, with a ValueError in place of each invalid sample.
 
-        Neighbours in a tar are read together, and a bucket is read with parallel requests. Raises StorageUnreachable if
-        the bucket does not answer, and ObjectMissing if a tar is missing.
+        Neighbouring samples in a tar are read together, and a bucket is read with parallel requests. Raises
+        StorageUnreachable if the bucket does not answer, and ObjectMissing if a tar is missing.
         """
         groups = self._group_neighbours(numbers)
         if len(groups) < 2 or self.store.local_path("any") is not None:
@@ -124,7 +124,7 @@ class ShardSamples:
         return [samples[number] for number in numbers]
 
     def _group_neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Group samples that one request can read, in the order of the tars. Withdrawn samples are left out."""
+        """Group the samples that can be read with one request. Withdrawn samples are left out."""
         spans = sorted((*self._span(number), number) for number in {*numbers} - self.index.withdrawn.keys())
         groups, first, end = [], None, 0
         for tar, offset, length, number in spans:
@@ -137,7 +137,7 @@ class ShardSamples:
         return groups
 
     def _read_group(self, numbers: Sequence[int]) -> dict[int, Sample | ValueError]:
-        """Read neighbouring samples of one tar with one read. Return each, or its error, by index."""
+        """Read neighbouring samples of one tar together. Return a sample or an error for each index."""
         spans = {number: self._span(number) for number in numbers}
         (tar, start, _), (_, last, length) = spans[numbers[0]], spans[numbers[-1]]
         samples = {}
@@ -158,12 +158,12 @@ class ShardSamples:
         return samples
 
     def _span(self, number: int) -> tuple[int, int, int]:
-        """Return the index of a sample's tar, the sample's byte offset in it, and its length."""
+        """Return the index of a sample's tar, and the sample's byte offset and length in that tar."""
         index = self.index
         return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
-        """Return `length` bytes of the tar with index `tar`, from a local file if there is one, else from the store."""
+        """Return `length` bytes of tar number `tar`, from a local file if there is one, else from the store."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
             with contextlib.suppress(OSError):  # from a failing disk, or for a file that was replaced on NFS

@@ -1,4 +1,4 @@
-"""How an older snapshot is read after some of its samples were withdrawn: from the newest revisions of its shards.
+"""Older snapshots after a withdrawal: the remaining samples are read from the newest revisions of their shards.
 
 A revision that withdraws samples keeps the bytes of the others, but at new offsets. So a run that is pinned to the
 snapshot continues with the same samples, except that the withdrawn ones have become unreadable.
@@ -17,10 +17,10 @@ from storage.withdrawn import read_withdrawn
 
 
 def apply_revisions(index: ShardIndex, tars_missing: bool) -> ShardIndex:
-    """Return a copy of the index in which shards with withdrawn samples refer to the tars of their newest revisions.
+    """Return a copy of the index that reads shards with withdrawn samples from the tars of their newest revisions.
 
-    If nothing is withdrawn, return `index` itself. But with `tars_missing`, compare the revisions even then, because a
-    withdrawal that was undone later may have removed tars.
+    If no image is withdrawn, return `index` unchanged. With `tars_missing`, look for newer revisions in any case: the
+    tars may have been removed after a withdrawal that has been undone since.
     """
     store = index.store
     if not tars_missing and not read_withdrawn(store):

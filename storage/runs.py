@@ -1,7 +1,8 @@
 """Checkpoints of training runs: folders such as ROOT/runs/<run>/step-0000100, complete once they have a state.json.
 
-state.json is written last. It has the size and sha256 of every other file. Checkpoints are read through a `Folder`,
-which checks each file against these. training/checkpoint.py writes checkpoints, and docs/formats.md specifies them.
+state.json is written last, and records the size and sha256 of every other file. Checkpoints are read through a
+`Folder`, which checks each file against these values. training/checkpoint.py writes checkpoints, and docs/formats.md
+specifies them.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ def folder_of(run: str, step: int) -> str:
 
 
 def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Return the size (`bytes`) and `sha256` of a file, given its content in parts, in the form of state.json."""
+    """Return the size (`bytes`) and `sha256` of a file, as recorded in state.json. `parts` is its content."""
     sha256, size = hashlib.sha256(), 0
     for part in parts:
         sha256.update(part)
@@ -44,7 +45,7 @@ def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """The folder of a checkpoint or a model. Each file is checked against its hash when it is read."""
+    """The folder of a checkpoint or a model. A file whose hash is known is checked against it when it is read."""
 
     store: ObjectStore
     path: str  # relative to the root of `store`; "" is the root itself
@@ -85,7 +86,7 @@ class Folder:
 
 
 def open_folder(store: ObjectStore, path: str) -> Folder:
-    """Open a checkpoint. Raises ValueError if its state.json is missing, damaged or of another version."""
+    """Open a checkpoint. Raises ValueError if its state.json is missing, damaged or has another version."""
     try:
         state = read_state(store, path)
     except ObjectMissing as error:
@@ -96,9 +97,10 @@ def open_folder(store: ObjectStore, path: str) -> Folder:
 
 
 def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json. Raises ObjectMissing if there is none.
+    """Return the content of a checkpoint's state.json.
 
-    Raises UnsupportedVersion if another version of this code wrote it, and ValueError if it is damaged or misplaced.
+    Raises ObjectMissing if there is none, UnsupportedVersion if another version of this code wrote it, and ValueError
+    if it is damaged or belongs to another checkpoint.
     """
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
@@ -114,7 +116,7 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
 
 
 def hint(store: ObjectStore, path: str) -> str:
-    """Return advice on what to do about a damaged file in this folder, for error messages."""
+    """Return advice for error messages about a damaged file in this folder."""
     uri = store.uri(path)
     if _STEP.fullmatch(path):
         return (
@@ -132,14 +134,14 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 
 def json_with_digest(value: Mapping[str, Any]) -> bytes:
-    """Encode a value as JSON with a digest of the whole text (storage/digests.py)."""
+    """Encode a value as JSON that contains its own digest (storage/digests.py)."""
     data = bytearray(as_json({**value, OWN_SHA256: BLANK}))
     write_digest(data)
     return bytes(data)
 
 
 def read_checked_json(data: bytes, location: str) -> dict[str, Any]:
-    """Decode the output of `json_with_digest`, without the digest. Raises ValueError if the bytes have changed."""
+    """Decode JSON written by `json_with_digest`. Raises ValueError if it has been changed since."""
     if not has_valid_digest(data):
         raise ValueError(f"{location} is damaged: its {len(data)} bytes differ from those that were written")
     value = parse_json(data, location)
@@ -161,7 +163,7 @@ class Best:
 
 
 def best_checkpoint(store: ObjectStore, run: str) -> Best | None:
-    """Return the complete checkpoint with the highest validation metric, or None if none was validated.
+    """Return the complete checkpoint with the highest validation metric, or None if no checkpoint was validated.
 
     If several have the same value, return the oldest. Raises ValueError if a state.json is damaged.
     """

@@ -1,7 +1,7 @@
 """Safe reading of untrusted JSON, and safe printing of untrusted text.
 
-The program reads every JSON file with `parse_json`. Text from such files is passed through `printable` or `short_repr`
-before it is put into a message, a log or an artifact.
+All JSON files are read with `parse_json`. Text from such files is passed through `printable` or `short_repr` before it
+is put into a message, a log or an artifact.
 """
 
 import json
@@ -26,9 +26,9 @@ def parse_json(
     NaN and Infinity are accepted, because Python writes them. A caller that needs finite numbers must check for them.
 
     Args:
-        location: where the text is from, for error messages: a file, and perhaps its line or member
+        location: origin of the text, for error messages: a file, with a line or member if there are several
         wanted: allowed type or types of the value; `object` allows any
-        fix: what the user can do about an invalid text, for error messages
+        fix: advice for the user if the text is invalid, for error messages
 
     Raises:
         ValueError: the text is not valid UTF-8 or JSON, is nested too deeply or has another type; names `location`

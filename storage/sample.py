@@ -81,24 +81,24 @@ class Regions:
 
     @property
     def num_classes(self) -> int:
-        """C, the number of classes without the background. Raises ValueError if class_probs is None."""
+        """Number of classes without the background (C). Raises ValueError if class_probs is None."""
         if self.class_probs is None:
             raise ValueError(f"regions of detector {self.detector} have no class_probs; use those of another detector")
         return self.class_probs.shape[1] - 1
 
     def class_probs_background_first(self) -> np.ndarray:
-        """Return class_probs as float32 [N, 1 + C] with the background in column 0, the order of the model's heads."""
+        """Return class_probs as float32 [N, 1 + C], with the background in column 0 as in the model's heads."""
         columns = self.num_classes + 1
         assert self.class_probs is not None  # num_classes has checked it
         order = [self.background] + [c for c in range(columns) if c != self.background]
         return self.class_probs[:, order].astype(np.float32)
 
     def labels_background_first(self) -> np.ndarray:
-        """Return `labels` renumbered as columns of `class_probs_background_first`, int32 [N]."""
+        """Return `labels` as column indices of `class_probs_background_first` (int32 [N])."""
         return np.where(self.labels < self.background, self.labels + 1, self.labels).astype(np.int32)
 
     def take(self, indices: np.ndarray) -> "Regions":
-        """Return the regions at `indices` (an int or bool array), in that order."""
+        """Return the regions that `indices`, an int or bool array, selects."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return dataclasses.replace(self, **{k: None if a is None else a[indices] for k, a in arrays.items()})
 
@@ -112,8 +112,8 @@ class Sample:
         width: width of `image` in pixels
         height: height of `image` in pixels
         sha256: sha256 of the downloaded bytes, before they were normalised into `image`
-        flags: changes that normalising made ("exif_rotated", "resized", ...)
-        extra: values of further columns of the caption list, by name (CollectSettings.columns); None if there are none
+        flags: changes made by the normalisation ("exif_rotated", "resized", ...)
+        extra: values of further columns of the caption list (CollectSettings.columns), by name; None if there are none
     """
 
     key: str
@@ -135,7 +135,7 @@ class Sample:
 
 
 class BadSample(ValueError):
-    """The error for a sample that violates docs/formats.md. It is raised, or returned in place of the sample."""
+    """Raised for a sample that violates docs/formats.md, or returned in place of the sample."""
 
     def __init__(self, message: str, key: str):
         super().__init__(message, key)
@@ -151,7 +151,7 @@ def sample_key(url: str, caption: str) -> str:
 
 
 def to_members(sample: Sample) -> dict[str, bytes]:
-    """Encode a sample as tar members, by extension and in tar order: jpg, json, and mp if there are regions.
+    """Encode a sample as tar members, keyed by extension: jpg, json and, if it has regions, mp.
 
     Raises BadSample if `from_members` would refuse a field.
     """
@@ -174,7 +174,7 @@ def to_members(sample: Sample) -> dict[str, bytes]:
 
 
 def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
-    """Decode a sample from its tar members, by extension. Raises BadSample if one of them violates docs/formats.md.
+    """Decode a sample from its tar members, keyed by extension. Raises BadSample if one violates docs/formats.md.
 
     The JPEG is not decoded here, so decoding it may still fail.
     """
@@ -209,7 +209,7 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
 
 
 def check_sample(sample: Sample) -> None:
-    """Raise BadSample, a ValueError, if `from_members` would refuse a field of the sample."""
+    """Raise BadSample if `from_members` would refuse a field of the sample."""
     try:
         _check(sample)
         extra = sample.extra or {}
@@ -250,7 +250,7 @@ def _check_extra(extra: dict) -> None:
 
 
 def _check_regions(regions: Regions, width: int, height: int) -> None:
-    """Raise ValueError for a number out of range. Reads each array once, because training checks every sample."""
+    """Raise ValueError if a value in the regions is out of range."""
     detector, background, probs = regions.detector, regions.background, regions.class_probs
     if type(detector) is not str or not detector:
         raise ValueError(f"regions.detector is {short_repr(detector)}, not an id")
@@ -261,6 +261,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
         raise ValueError("regions have only one of attributes and attribute_scores")
     if not len(regions):
         return
+    # Each array is read only once, because training checks every sample.
     _check_boxes(regions.boxes, width, height)
     labels = regions.labels.tolist()
     if min(labels) < 0 or max(labels) >= columns or background in labels:
@@ -301,20 +302,18 @@ _INFINITY, _MINUS_INFINITY = np.array([np.inf, -np.inf], "f2").view("u2").tolist
 
 
 def _check_fractions(name: str, array: np.ndarray) -> None:
-    """Raise ValueError if a value of the array called `name` is not from 0 to 1.
-
-    The bits of a negative or non-finite number, read as an unsigned integer, are larger than those of 1.0. Comparing
-    integers takes one pass, and is ten times as fast as comparing floats.
-    """
+    """Raise ValueError if a value of the array is not from 0 to 1. `name` is for the message."""
+    # The bits of a negative or non-finite number, read as an unsigned integer, are larger than those of 1.0. Comparing
+    # integers takes one pass, and is ten times as fast as comparing floats.
     if array.size and np.maximum.reduce(array.ravel().view(_UNSIGNED[array.dtype])) > _ONES[array.dtype]:
         index = np.argwhere(~((array >= 0) & (array <= 1) & ~np.signbit(array)))[0].tolist()
         raise ValueError(f"regions.{name}{index} is {array[tuple(index)]}, not from 0 to 1")
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
-    """Return (width, height) in pixels from a JPEG's frame header, which is found in the same way as libjpeg finds it.
+    """Return (width, height) in pixels from a JPEG's frame header. Raises ValueError if it has none.
 
-    Raises ValueError if there is none. This refuses undecodable files, and ensures that decoders find the same size.
+    The header is found in the same way as libjpeg finds it, so that decoders agree on the size.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("the .jpg member is not a JPEG")
@@ -353,9 +352,9 @@ def pack_regions(regions: Regions) -> bytes:
 
 
 def unpack_regions(data: bytes | memoryview) -> Regions:
-    """Decode the output of `pack_regions`, with read-only arrays. Raises ValueError for a wrong name, type or shape.
+    """Decode the output of `pack_regions`. The arrays are read-only, and their values are not checked.
 
-    The values in the arrays are not checked here, but in `from_members`.
+    Raises ValueError for an invalid name, type or shape.
     """
     try:
         packed = msgpack.unpackb(data, **_LIMITS)

@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
-    """Raise ValueError unless `holds` is true. The message has a field's `name`, its value and the `wanted` values."""
+    """Raise a ValueError about the field `name` unless `holds` is true. `wanted` describes the allowed values."""
     if not holds:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ValueError, naming the field and its value, if one of these fields is not positive. None is allowed."""
+    """Raise ValueError if one of the named fields is not positive. None is allowed."""
     for name in names:
         value = getattr(config, name)
         check(config, value is None or value > 0, name, "positive")
 
 
 def check_choices(config: Any) -> None:
-    """Raise ValueError if a field has a value that its Literal type does not list, or a number that is not finite."""
+    """Raise ValueError if a field has a value that is not in its Literal type, or a number that is not finite."""
     for name, kind in _types_of(type(config)).items():
         value, alternatives = getattr(config, name), (kind, *typing.get_args(kind))
         numbers = value if isinstance(value, tuple) else (value,)
@@ -46,7 +46,7 @@ def check_choices(config: Any) -> None:
 
 
 def _types_of(kind: type[Any]) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, without the attributes of bases that are not dataclasses."""
+    """Return the type of each field of a dataclass, by name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -63,8 +63,8 @@ def parse(
 ) -> T:
     """Call a function or create a dataclass with command-line arguments such as `--data.root vl-root --steps 100`.
 
-    Fields without an argument take their value from `default`. With a `program` name, help and errors are printed and
-    the process exits. Without one, an error raises a ValueError that names the argument.
+    Fields without an argument take their value from `default`. If `program` is given, help and errors are printed and
+    the process exits. If it is None, an error raises a ValueError that names the argument.
     """
     make = functools.partial(tyro.cli, kind, args=arguments, default=default, use_underscores=True, **options)
     if program is not None:
@@ -78,7 +78,7 @@ def parse(
 
 
 def parse_known(kind: Callable[..., T], arguments: Sequence[str] | None, *more: Any, **options: Any) -> tuple[T, list]:
-    """Return the result of `parse`, and the arguments that match no field, which `parse` itself would refuse."""
+    """Parse arguments as `parse` does. Return the result, and the arguments that match no field."""
     return parse(kind, arguments, *more, return_unknown_args=True, **options)  # ty: ignore[invalid-explicit-return]
 
 
@@ -115,15 +115,16 @@ Weights = Annotated[
 
 
 def override(config: T, arguments: Sequence[str]) -> T:
-    """Return a copy of the config with all command-line arguments applied at once, since fields may depend on others.
+    """Return a copy of the config with the values that command-line arguments set.
 
-    Raises ValueError, naming the argument, if there is no such field or its value does not fit.
+    All arguments are applied in one step, because the fields are checked together. Raises ValueError, naming the
+    argument, if there is no such field or its value does not fit.
     """
     return parse(type(config), arguments, default=config) if arguments else config
 
 
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that command-line arguments name, as dotted name -> value in the config."""
+    """Return the fields that command-line arguments name, with their values in `config`, by dotted name."""
     fields = {}
     for argument in arguments:
         path = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
@@ -134,7 +135,7 @@ def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def as_arguments(values: Mapping[str, Any]) -> list[str]:
-    """Return command-line arguments that set fields to `values`, which maps dotted names to values."""
+    """Convert `values`, whose keys are dotted field names, to command-line arguments that set these fields."""
     arguments = []
     for path, value in values.items():
         parent, _, name = path.rpartition(".")
@@ -150,9 +151,10 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
 
 
 def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str, Any]:
-    """Return the fields that differ from `base` (or from their defaults if it is None), as dotted name -> value.
+    """Return the fields whose values differ from those in `base`, with their values in `config`, by dotted name.
 
-    `override(base, as_arguments(changed_fields(config, base)))` equals `config`. `prefix` is for nested dataclasses.
+    If `base` is None, the defaults are used instead. `override(base, as_arguments(changed_fields(config, base)))`
+    equals `config`. `prefix` is put before each name.
     """
     changes = {}
     for field in dataclasses.fields(config):
@@ -167,7 +169,7 @@ def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str,
 
 
 def override_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of the config with fields set at once, by dotted name. Raises KeyError for an unknown field."""
+    """Return a copy of `config` with `values`, given by dotted field name. Raises KeyError for an unknown field."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
@@ -228,7 +230,7 @@ def _fits(value: Any, expected: Any) -> bool:
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
-    """Flatten nested dicts into one with dotted names, and turn tuples into lists, as a JSON round trip does."""
+    """Flatten nested dicts into one dict with dotted keys. Tuples become lists, as in a JSON round trip."""
     flattened = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -239,7 +241,8 @@ def flat(values: dict, prefix: str = "") -> dict[str, object]:
 
 
 def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
-    """Return (name, now, before) of each field that differs. Fields missing in `before` are newer, and are skipped."""
+    """Return (name, now, before) of each field whose value has changed. Skips fields that `before` lacks."""
+    # A field that `before` lacks was added to the code later.
     return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
 
 

@@ -33,9 +33,9 @@ class Span:
 
 
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
-    """Write samples to one tar, in order and atomically, and return their spans. Equal samples give equal bytes.
+    """Write samples to a tar, in order, and return their spans. Equal samples give equal bytes.
 
-    Raises ValueError if a key occurs twice or cannot be part of a member's name.
+    The file is replaced atomically. Raises ValueError if a key occurs twice or cannot be part of a member's name.
     """
     import tarfile
 
@@ -64,9 +64,10 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
 
 
 def read_shard(data: bytes, name: str = "the shard") -> Iterator[Sample | BadSample]:
-    """Yield the samples of a tar in order, with a BadSample in place of an invalid one. Error messages use `name`.
+    """Yield the samples of a tar in order, with a BadSample in place of each invalid sample.
 
-    Raises ValueError, naming the member and its offset, if the tar is truncated or has another layout.
+    Raises ValueError, naming the member and its offset, if the tar is truncated or does not have the layout of a shard.
+    `name` is for error messages.
     """
     if not data or len(data) % _RECORD:
         raise ValueError(
@@ -92,7 +93,7 @@ _Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """Return the key of the sample in a span, and the byte ranges of its members. Raises as `read_span` does."""
+    """Return the key and the members' byte ranges of a span's sample. Raises ValueError unless it has just one."""
     samples = list(_parse_samples(data, name))
     if len(samples) != 1:
         raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")
@@ -108,7 +109,7 @@ def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
 
 
 def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
-    """Yield the key, the offset of the first header and the byte ranges of the members of each sample."""
+    """Yield each sample's key, the offset of its first header, and the byte ranges of its members."""
     for key, members in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
         offsets, ranges = [], {}
         for _, extension, offset, start, end in members:
@@ -122,7 +123,7 @@ def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tupl
 
 
 def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield for each member its key, its extension, and the byte offsets of its header and its content's start and end.
+    """Yield (key, extension, offset of the header, start of the content, end of the content) for each member.
 
     With `whole`, the data must be a complete tar, which ends with two or more blocks of zeros.
     """
@@ -165,7 +166,7 @@ def _octal(field: bytes) -> int:
 
 
 def _parse_header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
-    """Return the type, name and size in bytes of a tar member from its header, which was read at byte `position`."""
+    """Return the type and name of a tar member, and its size in bytes. `position` is for error messages."""
     try:
         checksum = _octal(header[148:156])
         size = _octal(header[124:136])

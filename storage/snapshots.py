@@ -64,7 +64,7 @@ def shard_of(manifest: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """Byte ranges of the S samples of a snapshot, sorted by shard and row. It takes 16 bytes of memory per sample.
+    """Byte ranges of the S samples of a snapshot, sorted by shard and row. Takes 16 bytes of memory per sample.
 
     `shards.read_span` decodes a sample from ObjectStore.get_range(tars[shard], offset, length).
 
@@ -77,7 +77,7 @@ class ShardIndex:
         offset: int64 [S], bytes
         length: int32 [S], bytes
         path: path of the snapshot's file in `store`
-        withdrawn: index -> key of samples withdrawn after the snapshot, which cannot be read (storage/revised.py)
+        withdrawn: keys, by index, of the samples withdrawn after the snapshot; they cannot be read (storage/revised.py)
     """
 
     snapshot: Snapshot
@@ -101,7 +101,7 @@ class ShardIndex:
         return self.path.rpartition("/snapshots/")[0]
 
     def urls(self) -> list[str]:
-        """Read the URL of each sample (its file name if it was imported). The list is long, so it is not cached."""
+        """Read the URL of each sample, or its file name if it was imported. The list is long and not cached."""
         return [url for table in read_columns(self.store, self.path, ["url"]) for url in table["url"].to_pylist()]
 
 
@@ -139,9 +139,10 @@ def _snapshot(metadata: Mapping) -> Snapshot:
 
 
 def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
-    """Write the snapshot file of a stage. `shards`, sorted by name, yields the header and the ok rows of each shard.
+    """Write the snapshot file of a stage, and return the snapshot.
 
-    Equal shards give equal bytes with the same version of pyarrow, which writes its version into the file.
+    `shards`, sorted by name, yields the header and the ok rows of each shard. Equal shards give identical files, as
+    long as the version of pyarrow is the same.
     """
     headers = []
     with pq.ParquetWriter(
@@ -180,16 +181,16 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
 
 
 def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
-    """Read the footer of a snapshot file. Return the snapshot, and the fields of each shard that docs/formats.md lists.
+    """Read the footer of a snapshot file. Return the snapshot, and the entry of each shard (docs/formats.md).
 
-    Raises ValueError if the file is missing, damaged, of another version or under another name.
+    Raises ValueError if the file is missing, damaged, of another version, or not at the path where it was written.
     """
     with _open_parquet(store, path) as file:
         return _read_footer(file, store.uri(path), path)
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
-    """Read the byte ranges of all samples from a snapshot file. Raises the same errors as `read_snapshot`."""
+    """Read the byte ranges of all samples from a snapshot file. Raises as `read_snapshot` does."""
     with _open_parquet(store, path) as file:
         snapshot, shards = _read_footer(file, store.uri(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
@@ -215,7 +216,7 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield these columns of a snapshot file, one table per row group. Raises the same errors as `read_snapshot`."""
+    """Yield the given columns of a snapshot file, one table per row group. Raises as `read_snapshot` does."""
     with _open_parquet(store, path) as file:
         yield from _read_groups(file, store.uri(path), columns)
 

@@ -1,4 +1,4 @@
-"""Text tables, as Markdown for pages or aligned for terminals. Columns of numbers are right-aligned."""
+"""Text tables: as Markdown, or aligned for terminals. Columns of numbers are right-aligned."""
 
 import re
 from collections.abc import Iterable, Sequence

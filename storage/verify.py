@@ -1,4 +1,4 @@
-"""Verification of a root: checks files against their digests, and manifests and snapshots against files they name."""
+"""Verification of a root: checks all files against their digests, and that the files they refer to exist."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ _Item = TypeVar("_Item")
 
 
 def verify(inventory: Inventory) -> Iterator[str]:
-    """Yield a message for each fault of a manifest, tar, snapshot or withdrawal. Reads every file.
+    """Yield a message for each fault of a manifest, tar, snapshot or withdrawal file. Reads all of them.
 
     Checkpoints are checked as well, unless the inventory is limited to one dataset.
     """
@@ -40,7 +40,7 @@ def verify(inventory: Inventory) -> Iterator[str]:
 def _check_each(
     check: Callable[[_Item], Iterable[str]], items: Iterable[_Item], readers: int = _READERS
 ) -> Iterator[str]:
-    """Yield the faults that `check` finds in each item, in order. A missing or invalid file counts as a fault."""
+    """Run `check` on the items in parallel, and yield the faults in order. A missing or invalid file is a fault."""
 
     def collect_faults(item: _Item) -> list[str]:
         faults = []
@@ -105,7 +105,7 @@ class _Checker:
 
 
 def _check_file(store: ObjectStore, path: str, sha256: str) -> str | None:
-    """Return what is wrong with a file that should have the digest `sha256`, or None if it is intact."""
+    """Return what is wrong with a file that should have the given sha256, or None if it is intact."""
     try:
         with open_object(store, path) as stream:
             actual = sha256_of(stream)

@@ -28,7 +28,7 @@ WITHDRAWAL_VERSION = 2
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """URLs and hashes of withdrawn images. An image is withdrawn if one of the two contains it."""
+    """URLs and hashes of withdrawn images. An image is withdrawn if its URL or its hash is listed."""
 
     urls: frozenset[str] = frozenset()  # as in the caption lists
     sha256: frozenset[str] = frozenset()  # 64 hex digits, of the downloaded bytes
@@ -40,12 +40,12 @@ class Withdrawn:
         return url in self.urls or sha256 in self.sha256
 
     def contains(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Return for each row of a table, by its columns `url` and `sha256`, whether its image is withdrawn."""
+        """Return a bool for each row of a table: True if its image is withdrawn, by its `url` or its `sha256`."""
         return pc.or_(is_in(rows["url"], self.urls), is_in(rows["sha256"], self.sha256))
 
 
 def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()) -> Withdrawn:
-    """Withdraw images by URL or hash. Return those not withdrawn before. Raises ValueError for an invalid URL."""
+    """Withdraw images by URL or hash, and return the newly withdrawn ones. Raises ValueError for an invalid URL."""
     requested, before = {*urls}, read_withdrawn(store)
     for url in requested:
         if not url.strip() or "\n" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
@@ -61,10 +61,7 @@ def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()
 
 
 def read_withdrawn(store: ObjectStore) -> Withdrawn:
-    """Read all withdrawals of a root, with one listing and one request per file that this process has not read yet.
-
-    Raises ValueError if a file is damaged.
-    """
+    """Read all withdrawals of a root. A process reads each file once. Raises ValueError if one is damaged."""
     withdrawn = Withdrawn()
     for info in store.list(f"{WITHDRAWN}/"):
         with contextlib.suppress(ObjectMissing):  # undone since the listing
@@ -85,5 +82,5 @@ def _read(store: ObjectStore, info: ObjectInfo) -> Withdrawn:
 
 
 def is_in(column: pa.ChunkedArray | pa.Array, values: Iterable[str]) -> pa.ChunkedArray | pa.Array:
-    """Return for each value of a column whether it is in `values`."""
+    """Return a bool for each value of a column: True if it is in `values`."""
     return pc.is_in(column, value_set=pa.array(values, pa.string()))

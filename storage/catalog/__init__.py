@@ -5,10 +5,11 @@
     ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      samples of its ok rows, named by content
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet    ok rows of all shards at one moment
 
-A stage is `images` or `regions/<detector id>`. A writer puts the tar first, and the manifest last, unless there is one
-already. So a reader never sees half a shard, and the files of two writers never mix (storage/catalog/commit.py).
-Readers find a tar through its manifest, and never list tars. Training reads a snapshot (storage/snapshots.py).
-docs/formats.md specifies the layout. `vlbert catalog status ROOT` prints a summary (storage/catalog/command.py).
+A stage is `images` or `regions/<detector id>`. A writer puts the tar first. It puts the manifest last, and only if no
+other writer has put it. So a reader never sees half a shard, and the files of two writers never mix
+(storage/catalog/commit.py). Readers find a tar through its manifest, and never list tars. Training reads a snapshot
+(storage/snapshots.py). docs/formats.md specifies the layout. `vlbert catalog status ROOT` prints a summary
+(storage/catalog/command.py).
 """
 
 import contextlib
@@ -54,16 +55,19 @@ class Catalog:
         self.dataset = dataset
 
     def shards(self, stage: str) -> list[str]:
-        """Return the names of a stage's committed shards, sorted, from one listing."""
+        """Return the sorted names of a stage's committed shards."""
         return sorted(self._manifest_names(stage))
 
     def newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """Map each committed shard to its newest manifest's name. With `shards`, map these (even if uncommitted)."""
+        """Map each shard to the name of its newest manifest. `shards` defaults to all committed shards.
+
+        An uncommitted shard is mapped to the name that its first manifest would have.
+        """
         names = self._manifest_names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
         return {shard: names.get(shard, [shard])[-1] for shard in (sorted(names) if shards is None else shards)}
 
     def _manifest_names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
-        """Map each shard whose name begins with `prefix` to its manifests' names, oldest first, from one listing."""
+        """Map each committed shard whose name begins with `prefix` to its manifests' names, oldest first."""
         revisions = []
         for info in self.store.list(self.path(stage, prefix)):
             if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self.path(stage, ""))):
@@ -83,28 +87,28 @@ class Catalog:
         return self._read(stage, self.newest(stage, [shard])[shard], SCHEMA.names)
 
     def manifests(self, stage: str, names: Sequence[str], columns: Sequence[str] = ()) -> Iterator[Manifest]:
-        """Yield the manifests with these names (`Header.name`), in order. Their tables have only the given columns."""
+        """Yield the manifests with these names (`Header.name`), in order, with the given columns of their rows."""
         with ThreadPoolExecutor(_READERS) as pool:
             for start in range(0, len(names), 4 * _READERS):  # in blocks, so that answers do not pile up in memory
                 yield from pool.map(lambda name: self._read(stage, name, columns), names[start : start + 4 * _READERS])
 
     def headers(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, Header]:
-        """Map each committed shard, or each of `shards`, to the header of its newest manifest."""
+        """Map each shard to the header of its newest manifest. `shards` defaults to all committed shards."""
         return {header.shard: header for header in self.manifests(stage, [*self.newest(stage, shards).values()])}
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Return an iterator over these columns of the newest manifests, one table per shard."""
+        """Return an iterator over tables: for each shard, the given columns of its newest manifest."""
         names = [*self.newest(stage, shards).values()]
         return (manifest.table for manifest in self.manifests(stage, names, columns))
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
-        """Return an iterator over a shard's samples, in row order. Raises ValueError at a damaged tar or sample."""
+        """Return an iterator over a shard's samples, in row order. Raises ValueError for damaged data."""
         return map(require_valid, self.read_each(self.manifest(stage, shard)))
 
     def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
-        """Return an iterator over a manifest's samples, in row order, with a BadSample in place of an invalid one.
+        """Return an iterator over a shard's samples, in row order, with a BadSample in place of each invalid sample.
 
-        Raises ValueError, before the first sample, if the tar is not the one that was committed.
+        Raises ValueError, before the first sample, if the tar is not the one that was committed with the manifest.
         """
         if manifest.tar is None:
             return iter(())
@@ -120,8 +124,8 @@ class Catalog:
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
         """Return the shards of stage `source` that stage `target` must still make, sorted.
 
-        A shard is pending if `target` does not have it, or made it from samples that have changed since. A withdrawal
-        is not such a change. Reads no tar. Raises ValueError if a target shard was made from another source.
+        A shard is pending if `target` does not have it, or made it from samples that have changed since. Withdrawals do
+        not count as changes. No tar is read. Raises ValueError if a target shard was made from another source.
         """
         prefix = "" if shards is None else os.path.commonprefix(list(shards))
         committed, done = self._manifest_names(source, prefix), self._manifest_names(target, prefix)
@@ -149,7 +153,7 @@ class Catalog:
         return dict(sorted(total.items()))
 
     def pin(self, stage: str) -> Snapshot:
-        """Write and return a snapshot of all shards of a stage that are committed now. Reads each manifest once."""
+        """Write a snapshot of all shards of a stage that are committed now, and return it."""
         manifests = self.manifests(stage, [*self.newest(stage).values()], [*FROM_MANIFEST, "status"])
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
@@ -186,7 +190,7 @@ class Catalog:
         return f"to make it again, delete {self.uri(stage, shard)} and run the stage"
 
     def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
-        """Read a manifest and these columns of its table. Raises ValueError if the file was changed or moved."""
+        """Read a manifest with the given columns of its table. Raises ValueError if the file was changed or moved."""
         data, uri = self.store.get(self.manifest_path(stage, name)), self.uri(stage, name)
         footer = pq.read_metadata(io.BytesIO(data)).metadata if has_valid_digest(data) else {}
         if b"manifest" not in footer:
@@ -242,6 +246,6 @@ def require_valid(sample: Sample | BadSample) -> Sample:
 
 
 def datasets_with(store: ObjectStore, stage: str) -> list[str]:
-    """Return the datasets that have a committed shard of this stage, sorted, from one listing."""
+    """Return the sorted names of the datasets that have a committed shard of this stage."""
     pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{MANIFEST_FILE.pattern}")
     return sorted({match[1] for info in store.list() if (match := pattern.fullmatch(info.path))})

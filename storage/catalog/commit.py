@@ -22,10 +22,10 @@ def commit_shard(
     replaces: Header | None = None,
     content: str | None = None,
 ) -> bool:
-    """Commit one shard. Return False, with nothing changed, if it is already committed or another writer was first.
+    """Commit one shard. Return False, and change nothing, if it is already committed or another writer was first.
 
-    Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, and nothing becomes
-    visible, if a row is out of order or does not match its sample.
+    Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, without committing the
+    shard, if a row is out of order or does not match its sample.
 
     Args:
         samples: samples of the ok rows, in the order of `rows`
@@ -89,16 +89,16 @@ def commit_shard(
 
 
 def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:
-    """Delete a tar unless a revision names it. Call this after another writer's commit, which is final."""
+    """Delete a tar if no revision of its shard names it. Call this only after another writer's commit."""
     if all(header.tar != tar for header in catalog.revisions(stage, shard)):
         catalog.store.delete(tar)
 
 
 def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
-    """Write the next revision of a shard without its withdrawn samples. Return False if it has none.
+    """Commit a revision of a shard without its withdrawn samples. Return False if none of its samples is withdrawn.
 
     The other samples keep their bytes, and stages made from the shard stay up to date. If another writer commits a
-    revision first, that revision leaves the samples out, too. Raises ValueError if the tar is damaged.
+    revision first, that revision leaves the samples out as well. Raises ValueError if the tar is damaged.
     """
     manifest = catalog.manifest(stage, shard)
     if not any(read_withdrawn(catalog.store).contains(manifest.ok()).to_pylist()):
@@ -109,7 +109,7 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
 
 
 def _check_order(samples: Iterable[Sample], rows: Sequence[Row], stage: str, uri: str) -> Iterator[Sample]:
-    """Yield the samples. Raises ValueError if the rows are not in ascending order or do not match the samples."""
+    """Yield the samples. Raises ValueError if rows are not in ascending order or do not match the samples."""
     for before, row in pairwise(rows):
         if row.row <= before.row:
             raise ValueError(f"{uri}: row {row.row} follows row {before.row}; give each row once, in ascending order")

@@ -1,1 +1,1 @@
-"""Image collection: downloads caption lists or imports local files into shards of the `images` stage."""
+"""Image collection: downloads or imports the images of caption lists into shards of the `images` stage."""

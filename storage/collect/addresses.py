@@ -53,7 +53,7 @@ class AddressGuard:
         self.allowed_addresses: set[str] = set()  # address:port of allowed names, from the resolver
 
     def check_url(self, url: str) -> "yarl.URL":
-        """Parse a URL that is to be requested. Raises Refused if its form, port or literal address is not allowed."""
+        """Parse a URL before it is requested. Raises Refused if its syntax, port or IP address is not allowed."""
         parsed = parse_url(url)
         host, port = str(parsed.host), parsed.port  # parse_url refuses a URL without a host
         if f"{host}:{port}" in self.allowed:
@@ -77,7 +77,7 @@ class AddressGuard:
             raise Refused(Status.BLOCKED_ADDRESS, f"{host}: {address} is not a public address")
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
-        """Create the socket for a connection, after a last check of the address that it will connect to."""
+        """Create the socket for a connection, after a final check of the address to connect to."""
         family, kind, protocol, _, (host, port, *_) = address_info
         if f"{host}:{port}" not in self.allowed_addresses:
             self.check_address(host, port, ipaddress.ip_address(host))
@@ -85,7 +85,7 @@ class AddressGuard:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public internet. An IPv6 address that embeds an IPv4 one is judged by that."""
+    """Return True if an address is public. If an IPv6 address embeds an IPv4 address, the latter decides."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:  # selects one of this machine's interfaces
             return False
@@ -122,7 +122,7 @@ def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
 def guarded_resolver(guard: AddressGuard) -> Any:
     """Return a resolver for aiohttp that checks every address of a host name.
 
-    aiohttp caches an answer for ten seconds, so `AddressGuard.open_socket` checks the address of each connection again.
+    aiohttp caches the addresses for ten seconds, so `AddressGuard.open_socket` checks them again for each connection.
     """
     from aiohttp.abc import AbstractResolver, ResolveResult
 

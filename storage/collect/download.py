@@ -1,8 +1,9 @@
-"""Download of the images of caption rows: gives each row an image or a status, and commits the rows as shards.
+"""Download of images for caption rows, and commits of the rows as shards.
 
 A `Downloader` works on several shards at once. It requests each distinct URL once, within a deadline and from public
-addresses only. After a transient failure, a URL is requested once more when all others of the shard are done. If a row
-fails, it gets a Status. Other errors are bugs and are raised. docs/images.md describes settings, statuses and rules.
+addresses only. After a transient failure, a URL is requested once more when all others of the shard are done. Each row
+gets an image or a Status that explains the failure. Other errors are bugs and are raised. docs/images.md describes
+settings, statuses and rules.
 """
 
 import asyncio
@@ -117,8 +118,8 @@ def spool_image(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
-    """Return an eighth of the URLs, but 1 to 3 of them, evenly spaced because URLs that hang are often neighbours."""
-    count = min(max(len(urls) // 8, 1), _PROBES)
+    """Return an eighth of the URLs (but at least one, and at most three), evenly spaced."""
+    count = min(max(len(urls) // 8, 1), _PROBES)  # spaced, because URLs that hang are often neighbours
     return [urls[(2 * i + 1) * len(urls) // (2 * count)] for i in range(count)]
 
 
@@ -134,7 +135,7 @@ async def run_all(awaitables: Iterable[Awaitable[None]]) -> None:
 
 
 def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
-    """Return the settings that determine the stored bytes, by name, and a hash of them (12 hex digits)."""
+    """Return the settings that determine the stored bytes, and a hash of these settings (12 hex digits)."""
     config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
     return config, hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -147,9 +148,11 @@ def commit_images(
     source: Mapping[str, object],
     replaces: Header | None = None,
 ) -> bool:
-    """Commit rows as a shard of `images`, or as the next revision of `replaces`. Return False if another was first.
+    """Commit rows as a shard of the `images` stage. Return False if another writer was first.
 
-    The manifest records `source`: the list, and which of its rows these are.
+    Args:
+        source: recorded in the manifest: the list, and which of its rows these are
+        replaces: committed revision of the shard that the new one replaces; None for a new shard
     """
     config, config_hash = image_config(settings)
     meta = {"source": dict(source), "config": config, "config_hash": config_hash}

@@ -77,12 +77,12 @@ class DownloadSettings(ImageSettings):
 
     @property
     def read_timeout(self) -> float:
-        """Seconds that a server may be silent, or that a connection (TCP and TLS) may take to open."""
+        """Time limit in seconds for connecting (TCP and TLS), and for each wait for data from the server."""
         return self.deadline / 2
 
     @property
     def user_agent(self) -> str:
-        """User-Agent header: the program's name and version and, if set, the contact."""
+        """User-Agent header: name and version of this program and, if set, the contact."""
         return f"{AGENT}/{importlib.metadata.version('vlbert')}" + (f" (+{self.contact})" if self.contact else "")
 
 
@@ -123,15 +123,15 @@ class Fetcher:
         await self.session.close()
 
     def host(self, url: str) -> str:
-        """Return the host and port of a URL. Raises the same errors as `AddressGuard.check_url`."""
+        """Return "host:port" for a URL. Raises the same errors as `AddressGuard.check_url`."""
         return _host_of(self.guard.check_url(url))
 
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
         """Fetch a URL and return its body. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host (`Hosts.slot`). `second_pass` is the time by the event loop's
-        clock at which the second pass began, or None in the first pass. The second pass makes one attempt. Unlike the
-        first, it requests URLs of silent hosts, and a robots.txt that failed before.
+        The caller must hold a slot of the URL's host (`Hosts.slot`). `second_pass` is the time, by the event loop's
+        clock, at which the second pass began, or None in the first pass. In the second pass, there is only one attempt,
+        URLs of silent hosts are requested as well, and so is a robots.txt that was unavailable before.
         """
         loop = asyncio.get_running_loop()
         # Before the deadline starts, because the wait for a robots.txt should not count.
@@ -150,7 +150,7 @@ class Fetcher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def wait_before_second_pass(self, url: str, refused: Refused) -> float | None:
-        """Return the seconds to wait before a refused URL is requested again, or None if it should not be."""
+        """Return the seconds to wait before a refused URL is requested again; None for no second request."""
         if refused.status == Status.HOST_TIMEOUT:
             return 0.0
         if refused.retry_after is None or not self.settings.retries:
@@ -171,7 +171,10 @@ class Fetcher:
         raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {display_url(address)}")
 
     async def _check_host(self, url: "yarl.URL", second_pass: float | None) -> None:
-        """Raise Refused if robots.txt forbids a URL or is unavailable, or if its host is silent in the first pass."""
+        """Raise Refused if a URL's robots.txt forbids it or is unavailable.
+
+        In the first pass, also raise Refused if the URL's host is silent.
+        """
         host = _host_of(url)
         if second_pass is None and self.hosts.is_silent(host):
             raise Refused(Status.HOST_TIMEOUT, f"{host} did not answer other URLs", 0.0, host)
@@ -185,7 +188,7 @@ class Fetcher:
                 raise
 
     async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
-        """Send one request and record its outcome in `hosts`. Return a redirect as (target, b""), else (None, body)."""
+        """Send one request, and record its outcome in `hosts`. Return (None, body), or (target, b"") for a redirect."""
         loop, host = asyncio.get_running_loop(), _host_of(url)
         begin, seconds = loop.time(), None
 
@@ -206,7 +209,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return `read(response)`. Raises Refused if this fails or is not done before `end`."""
+        """Send one request and return `read(response)`. Raises Refused if it fails or is not done before `end`."""
         import aiohttp
 
         try:
@@ -226,7 +229,7 @@ class Fetcher:
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
     async def _read_answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Return (target, b"") for a redirect, else (None, body). Raises Refused if the answer is neither."""
+        """Return (None, body), or (target, b"") for a redirect. Raises Refused for any other response."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
             check_x_robots_tag(response.headers.getall("X-Robots-Tag", ()), self.settings.obey_noindex)
@@ -241,9 +244,9 @@ class Fetcher:
         raise Refused(status, _status_line(response), _retry_after(response) if status in _SERVER_ERRORS else None)
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
-        """Fetch a robots.txt, without retries and within the deadline of an image, and return its rules.
+        """Fetch a robots.txt, without retries and within the time limit for an image, and return its rules.
 
-        A success is not recorded as an answer of the host, because the host may answer only this request.
+        A success is not recorded in `hosts`, because the host may serve its robots.txt but no images.
         """
         address, location = str(url), None
         end = asyncio.get_running_loop().time() + self.settings.deadline
@@ -262,7 +265,7 @@ class Fetcher:
         return Rules(b"")  # too many redirects count as a missing robots.txt: RFC 9309, 2.3.1.2
 
     async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Return (target, b"") for a redirect, else (None, file). A missing file counts as empty: all is allowed."""
+        """Return (None, content), or (target, b"") for a redirect. A missing file is empty and forbids nothing."""
         code, location = response.status, response.headers.get("Location")
         if code in _REDIRECTS and location:
             return location, b""
@@ -276,7 +279,7 @@ class Fetcher:
             raise Refused(Status.ROBOTS_TXT_FAILED, f"{error.status}: {error.detail}", 0.0) from error
 
     async def _read_body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
-        """Return the decompressed body. If it is over `limit` bytes, cut it off (with `cut`) or raise Refused."""
+        """Return the decompressed body. If it exceeds `limit` bytes, truncate it (with `cut`) or raise Refused."""
         import aiohttp
 
         content = response.content
@@ -308,7 +311,7 @@ class Fetcher:
 
 
 def _pause(url: str, attempts: int) -> float:
-    """Return the seconds to wait before the next attempt, with jitter that is the same in every run."""
+    """Return the seconds to wait before the next attempt. The random part is the same in every run."""
     return _RETRY_DELAY * 2 ** (attempts - 1) * random.Random(f"{attempts} {url}").uniform(0.5, 1.5)
 
 
@@ -347,13 +350,13 @@ def _status_line(response: "aiohttp.ClientResponse") -> str:
 
 
 def _retry_after(response: "aiohttp.ClientResponse") -> float:
-    """Return the seconds of a Retry-After header, or 0 if it is missing or not a number, such as a date."""
+    """Return the seconds in a Retry-After header, or 0 if it is missing or not a number (such as a date)."""
     value = response.headers.get("Retry-After", "").strip()
     return float(value) if value.isdecimal() else 0.0
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """Return a decompressor for a Content-Encoding, or None if it is identity. Raises Refused if it is unsupported."""
+    """Return a decompressor for a Content-Encoding; None for identity. Raises Refused if it is unsupported."""
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):

@@ -19,13 +19,13 @@ class Hosts:
     """The hosts of all URLs. At most `at_once` URLs are in flight, and hosts with waiting URLs take turns.
 
     A host is silent after two failures in a row (timeouts or lost connections). Its other URLs wait until the rest of
-    their shard is done. Then a URL that the host has answered before is requested, or up to three of the waiting URLs.
-    If the host answers, all waiting URLs are requested; otherwise they end as HOST_TIMEOUT.
+    their shard is done. Then one URL is requested that the host has answered before or, if there is none, up to three
+    of the waiting URLs. If the host answers, all waiting URLs are requested; otherwise they end as HOST_TIMEOUT.
 
     The limit on URLs in flight adapts to each host. After a round of answers as fast as before, it grows by an eighth,
-    or by one if it was lowered before. It is halved after a round of slow answers, and at once after a 429 or 503. It
-    becomes one if the host asks clients to wait (Retry-After). A timeout does not lower it, because if the host answers
-    other URLs, only that URL is at fault.
+    or by one if it was lowered before. After a round of slow answers, or immediately after a 429 or 503, it is halved.
+    If the host asks clients to wait (Retry-After), it becomes one. Timeouts do not lower it: if the host still answers
+    other URLs, only the URL that timed out is at fault.
     """
 
     def __init__(self, at_once: int):
@@ -35,7 +35,7 @@ class Hosts:
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator[None]:
-        """Async context manager that waits until one more URL of the host may be in flight, and holds a slot for it."""
+        """Async context manager that waits for a free slot of the host, and holds it for one URL in flight."""
         host = self.host(name)
         turn = asyncio.get_running_loop().create_future()
         host.waiting.append(turn)
@@ -58,7 +58,7 @@ class Hosts:
     def record_end(
         self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
     ) -> None:
-        """Record the outcome of a request. `seconds` is the time until the answer's headers came; None if none did."""
+        """Record the outcome of a request. `seconds` is the time to the response's headers; None without a response."""
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):
@@ -102,7 +102,7 @@ class Hosts:
             self._ready.append(host)
 
     def _start(self, changed: "Host") -> None:
-        """Give the free slots to waiting URLs. `changed` is a host that may have a free slot now."""
+        """Give free slots to waiting URLs. `changed` is a host that may have a free slot now."""
         self._offer(changed)
         while self._free and self._ready:
             host = self._ready.popleft()

@@ -1,4 +1,4 @@
-"""Import of local images: files of a folder, and members of tars (storage/collect/tars.py)."""
+"""Import of local images: files in a folder, and members of tars (storage/collect/tars.py)."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ _BATCH = 64  # images in memory at a time
 def read_folder(folder: Path, names: Iterable[str], limit: int) -> Iterator[tuple[str, bytes | Refused]]:
     """Yield each name with at most `limit` + 1 bytes of its file.
 
-    For a name outside the folder, or a file that is unreadable or not regular, yield Refused (`missing_file`) instead
-    of the bytes. Raises OSError if this machine has run out of file descriptors or memory.
+    If a name leads out of the folder, or its file is unreadable or not a regular file, yield Refused (`missing_file`)
+    instead of the bytes. Raises OSError if this machine has run out of file descriptors or memory.
     """
     for name in names:
         path = Path(name)
@@ -42,9 +42,9 @@ def import_images(
     settings: DownloadSettings,
     spool: Spool,
 ) -> list[CaptionRow]:
-    """Normalise the images of rows into the spool. Return the rows with their statuses, as after a download.
+    """Normalise images and write them to the spool. Return the rows with their images and statuses.
 
-    `images` yields each image once, with the place or name by which rows refer to it. So each is decoded only once.
+    `images` yields (place or file name, bytes or Refused) once for each image. Several rows may have the same image.
     """
 
     def store_image(image: tuple[str | Place, bytes | Refused]) -> Outcome:

@@ -1,6 +1,6 @@
-"""Reading of caption lists: detects the columns of URLs and captions, and yields the rows, using little memory.
+"""Reading of caption lists: detects the URL and caption columns, and yields the rows.
 
-A list is a TSV, CSV, JSON lines or JSON file, optionally .gz, or a Parquet file. A list for a folder of images has file
+A list is a TSV, CSV, JSON Lines or JSON file, optionally .gz, or a Parquet file. A list for a folder of images has file
 names instead of URLs. A row that cannot be read gets a status. If the file cannot be read, ValueError is raised.
 """
 
@@ -47,13 +47,13 @@ _Record = dict[str, Any] | ValueError  # column -> value of a row, or the reason
 
 
 def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = False) -> Reading:
-    """Return how to read a list: with the given columns, or with detected ones.
+    """Return the format and the columns of a caption list. The columns are detected unless they are given.
 
     Raises ValueError if a given column does not exist or no columns can be detected.
 
     Args:
-        columns: names of the columns with the URL, the caption and further values to keep; a column without a unique
-            name is called by its number, from 1
+        columns: names of the columns with the URL, the caption and further values to keep; for a column without a
+            unique name, its number (from 1)
         of_folder: whether the list has names of files in a folder instead of URLs
     """
     form, urls, header, head = _detect_form(file), _FILES if of_folder else URLS, False, []
@@ -89,7 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Return the names of the URL and caption columns, "1" or "2". The first has more URLs (or image file names)."""
+    """Return ("1", "2") if column 1 has more URLs (or image file names) than column 2, else ("2", "1")."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
@@ -99,13 +99,13 @@ def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
 
 
 def license_column(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a tuple with the name of the licence column, or () if there is none. That column is always kept."""
+    """Return a tuple with the name of the licence column, or () if there is none."""
     by_lower = {name.lower(): name for name in names}
     return tuple(by_lower[name] for name in _LICENSES if name in by_lower)[:1]
 
 
 def license_of(extra: Extra | None) -> str | None:
-    """Return the licence from the further columns of a row, or None if there is none."""
+    """Return the licence from a row's further columns, or None if they have none."""
     extra = extra or {}
     value = next((extra[name] for name in license_column(extra)), None)
     return None if value in (None, "") else str(value)
@@ -137,7 +137,7 @@ def read_rows(file: Path, reading: Reading) -> Iterator[CaptionRow]:
 
 
 def read_captions(file: Path) -> Iterator[CaptionRow]:
-    """Yield the rows of a list with detected columns. Raises ValueError at a row that cannot be read."""
+    """Yield the rows of a list, whose columns are detected. Raises ValueError if a row cannot be read."""
     for row in read_rows(file, find_reading(file)):
         if row.status:
             raise ValueError(f"{file.parent}/{row.detail}")
@@ -145,7 +145,10 @@ def read_captions(file: Path) -> Iterator[CaptionRow]:
 
 
 def scalar(value: Any, name: str) -> Scalar:
-    """Return `value`, or None for NaN (pandas' missing number) or infinity. Raises ValueError if it is not a Scalar."""
+    """Return `value`, or None if it is NaN (a missing number in pandas) or infinite.
+
+    Raises ValueError, with the column's `name`, if it is not a string, number, bool or None.
+    """
     if not isinstance(value, Scalar):
         raise ValueError(
             f"{short_repr(name)} is {short_repr(value)}; in columns, keep only strings, numbers and booleans"
@@ -154,7 +157,7 @@ def scalar(value: Any, name: str) -> Scalar:
 
 
 def _detect_form(file: Path) -> str:
-    """Return the format of a list: Parquet by its first bytes, any other by the suffix of the file's name."""
+    """Return the format of a list. Parquet is detected by its first bytes, other formats by the file's suffix."""
     with open(file, "rb") as stream:
         if stream.read(4) == b"PAR1":
             return "parquet"
@@ -163,14 +166,17 @@ def _detect_form(file: Path) -> str:
 
 
 def _records(file: Path, form: str, header: bool, columns: Sequence[str] = ()) -> Iterator[_Record]:
-    """Yield the rows of a list as dicts. With `columns`, a row may lack other columns."""
+    """Yield each row of a list as a dict, or as a ValueError if it cannot be read.
+
+    If `columns` are given, other columns may be left out.
+    """
     if form == "parquet":
         return _parquet_records(file, columns)
     return _json_records(file, form) if "json" in form else _text_records(file, form, header)
 
 
 def _text_records(file: Path, form: str, header: bool) -> Iterator[_Record]:
-    """Yield the rows of a TSV or CSV file. The first tab splits a TSV of two columns, as in Conceptual Captions."""
+    """Yield the rows of a TSV or CSV file. If a TSV has two columns, further tabs belong to the second."""
     rows = _cells(file, form)
     sampled = list(itertools.islice(rows, _SAMPLED))
     if header and sampled and not isinstance(sampled[0], ValueError):
@@ -183,7 +189,7 @@ def _text_records(file: Path, form: str, header: bool) -> Iterator[_Record]:
         if isinstance(cells, ValueError):
             yield cells
             continue
-        if form == "tsv" and len(names) == 2 < len(cells):
+        if form == "tsv" and len(names) == 2 < len(cells):  # as in Conceptual Captions
             cells = [cells[0], "\t".join(cells[1:])]
         if len(cells) == len(names):
             yield dict(zip(names, cells, strict=True))
@@ -223,7 +229,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _read_errors(file: Path | str) -> Iterator[None]:
-    """Context manager that turns errors of reading a file into a ValueError that names it."""
+    """Context manager that turns read errors into a ValueError that names the file."""
     try:
         yield
     except (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError, OSError) as error:
@@ -231,7 +237,10 @@ def _read_errors(file: Path | str) -> Iterator[None]:
 
 
 def _json_records(file: Path, form: str) -> Iterator[_Record]:
-    """Yield the rows of JSON lines, or of a JSON file: a list of objects, or an object with a list per column (SBU)."""
+    """Yield the rows of a JSON Lines or JSON file.
+
+    A JSON file holds a list of objects, or one object with a list for each column (as in SBU).
+    """
     if form == "jsonl":
         for line in _lines(file):
             try:

@@ -49,7 +49,7 @@ _MAX_SCANS = 100
 
 
 def resource_error_hint(error: BaseException) -> str:
-    """Return a hint if the error means that this machine has run out of a resource, else ""."""
+    """Return advice if this machine has run out of memory, disk space or file descriptors, else ""."""
     return _RESOURCE_HINTS.get(error.errno, "") if isinstance(error, OSError) else ""
 
 
@@ -87,7 +87,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG to store, its size in pixels, the sha256 of the original file, and flags that name the changes made."""
+    """A JPEG to store. `sha256` is of the original file, and `flags` name the changes that were made."""
 
     jpeg: bytes
     width: int
@@ -97,7 +97,7 @@ class NormalisedImage:
 
 
 def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
-    """Convert an image file, deterministically, to the JPEG to store. Raises Refused if the file is unusable."""
+    """Convert an image file to the JPEG to store, deterministically. Raises Refused if it is unusable."""
     if len(data) > settings.max_bytes:
         raise Refused(Status.TOO_BIG, f"{len(data)} bytes, more than {settings.max_bytes}")
     image = _open(data)
@@ -144,7 +144,6 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
 
 def _open(data: bytes) -> Image.Image:
     """Open an image, reading only its header. The format is detected from the bytes. Raises Refused on failure."""
-    start = data[:16]
     try:
         return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -152,10 +151,10 @@ def _open(data: bytes) -> Image.Image:
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError
         if resource_error_hint(error):
             raise
-        names = [name for name, magic in _MAGIC.items() if start.startswith(magic)]
+        names = [name for name, magic in _MAGIC.items() if data.startswith(magic)]
         if not names:
             raise Refused(
-                Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}"
+                Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {data[:16]!r}"
             ) from error
         # Pillow's message for UnidentifiedImageError has a memory address.
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"
@@ -174,10 +173,10 @@ def _check_size(width: int, height: int, settings: ImageSettings) -> None:
 
 
 def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
-    """Return ["repaired"] if libjpeg warns of stray bytes, else []. Raises ValueError or Refused if data is missing.
+    """Return ["repaired"] if a JPEG has stray bytes, else []. Raises ValueError or Refused if data is missing.
 
-    Pillow ignores libjpeg's warnings, but simplejpeg, which training uses, does not. This decodes all coefficients, but
-    to grey and an eighth of the size, which takes half as long as decoding the full image.
+    Pillow ignores stray bytes, but simplejpeg, which training uses, raises an error. To save time, the image is decoded
+    only to grey, at an eighth of its size.
     """
     import simplejpeg
 
@@ -197,7 +196,7 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
 
 
 def _read_orientation(image: Image.Image) -> tuple[int, bool]:
-    """Return the EXIF orientation, 1..8, and whether EXIF is readable. Without EXIF, the image counts as upright."""
+    """Return the EXIF orientation (1 to 8), and whether EXIF is readable. Return (1, True) without EXIF."""
     exif = Image.Exif()
     try:
         # Not image.getexif(), which hides errors of the JPEG and uses XMP, which browsers ignore.

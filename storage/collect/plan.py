@@ -1,7 +1,8 @@
-"""Plan of a collection: the settings of a dataset, its rows, and the shards that the rows make.
+"""Plan of a collection: the settings of a dataset, its rows, and the division of the rows into shards.
 
-Before the first download, the origin (a caption list, a folder or tars) is read into rows (storage/collect/rows.py),
-unless that was done before. `plan` divides the rows into shards, and compares these with the committed ones.
+The origin of the rows is a caption list, a folder or tars. Before the first download, it is read and stored as rows
+(storage/collect/rows.py), unless an earlier run has stored them. `plan` divides the rows into shards, and compares
+these with the committed ones.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ class CollectSettings:
 
     @property
     def retried_statuses(self) -> frozenset[Status]:
-        """Statuses that `retry_statuses` names. Raises ValueError for an unknown name."""
+        """Statuses named in `retry_statuses`. Raises ValueError for an unknown name."""
         return parse_statuses(self.retry_statuses)
 
     @property
@@ -92,7 +93,7 @@ class CollectSettings:
 
 
 def find_columns(settings: CollectSettings) -> Reading:
-    """Return how to read the origin: its format, and the columns that the settings name or that are detected.
+    """Return the format and the columns of the origin. If `settings` names no columns of a list, they are detected.
 
     Raises ValueError if a file cannot be read, a column does not exist, or the columns cannot be detected.
     """
@@ -104,9 +105,9 @@ def find_columns(settings: CollectSettings) -> Reading:
 
 
 def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
-    """Return the rows of the origin, which are read from it only if no earlier run has stored them.
+    """Return the rows of the origin. It is read only if no earlier run has stored its rows.
 
-    Raises ValueError if it has no rows.
+    Raises ValueError if there are no rows.
     """
     reading = find_columns(settings)
     id = identify(settings, reading)
@@ -120,9 +121,9 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
 
 
 def identify(settings: CollectSettings, reading: Reading) -> str:
-    """Return a hash of the origin and of how it is read, 16 hex digits, without parsing its rows.
+    """Return a hash of the origin's content, and of how it is read, as 16 hex digits.
 
-    It covers the bytes of a list, the names of a folder's files, or the names, sizes and dates of tars.
+    The hash covers the bytes of a list, the file names in a folder, or the names, sizes and dates of tars.
     """
     if settings.captions:
         facts = sha256_of(Path(settings.captions))
@@ -155,7 +156,7 @@ def image_files(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A shard to collect, with the range of its rows in the origin: [start, stop)."""
+    """A shard to collect, and the range of its rows in the origin: [start, stop)."""
 
     shard: str
     start: int
@@ -164,9 +165,9 @@ class Part:
 
 
 def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> list[Part]:
-    """Divide the rows into shards, and return all of them in order. Committed shards (`done`, by name) keep their rows.
+    """Divide all rows into shards. Committed shards (`done`, by name) keep their rows.
 
-    Raises ValueError for more than MAX_SHARDS, or if a committed shard has other rows or other image settings.
+    Raises ValueError if there are more than MAX_SHARDS, or if a committed shard has other rows or other image settings.
     """
     parts, start = [], 0
     while start < rows.count:
@@ -183,7 +184,7 @@ def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> l
 
 
 def source_of(settings: CollectSettings, rows: Rows, part: Part) -> dict:
-    """Return meta["source"] for the manifest of a shard: the list, the range of its rows, and how it is read."""
+    """Return meta["source"] for a shard's manifest: the list, the rows of the shard, and how they are read."""
     source = {"list": f"{Path(settings.origin).name} sha256:{rows.digest(part.start, part.stop)}", "id": rows.id}
     return source | {"rows": [part.start, part.stop], "reading": dataclasses.asdict(rows.reading)}
 

@@ -1,6 +1,6 @@
 """Rules that web servers set for crawlers: X-Robots-Tag headers, and robots.txt (RFC 9309).
 
-Both are untrusted. protego parses a robots.txt after parts that could be costly to parse have been cut off.
+Both are untrusted. Parts of a robots.txt that could be costly to parse are removed before protego parses it.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORE
 
 
 def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
-    """Raise Refused if an X-Robots-Tag header forbids us to train on an image or, with `obey_noindex`, to index it."""
+    """Raise Refused if the X-Robots-Tag headers forbid training or, with `obey_noindex`, indexing."""
     directives_for_us: dict[str, str] = {}  # directive -> its header
     for header in headers:
         agent = ""  # the rest of the header's directives are for this agent; "" for all agents
@@ -52,7 +52,7 @@ def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
 
 
 class Rules:
-    """The rules of a robots.txt that apply to us. `bytes` is roughly the memory that they take."""
+    """The rules of a robots.txt that apply to our agent. `bytes` is their approximate size in memory."""
 
     def __init__(self, data: bytes):
         from protego import Protego
@@ -68,7 +68,8 @@ class Rules:
 def _limit_lines(data: bytes) -> list[str]:
     """Return the lines of a robots.txt without comments, up to MAX_BYTES, MAX_LINES and MAX_WILDCARDS.
 
-    All agents except us and `*` are renamed to one, because protego's cost is the number of agents times that of rules.
+    All agents except ours and `*` are given the same name, because protego's cost is the number of agents times the
+    number of rules.
     """
     text = data[:MAX_BYTES].decode("utf-8-sig", errors="replace")
     if len(data) >= MAX_BYTES:
@@ -89,7 +90,7 @@ def _limit_lines(data: bytes) -> list[str]:
 
 
 class RobotsTxt:
-    """A cache of the robots.txt of each origin (scheme, host and port). URLs in flight share one request."""
+    """A cache of robots.txt rules by origin (scheme, host and port). URLs of one origin share a request."""
 
     def __init__(self, request: Callable[["yarl.URL"], Awaitable[Rules]]):
         """Create a cache. `request` fetches the rules from the URL of a robots.txt, or raises Refused."""
@@ -104,7 +105,7 @@ class RobotsTxt:
     async def check(self, url: "yarl.URL", since: float | None = None) -> None:
         """Raise Refused if the robots.txt of a URL's origin forbids the URL or is unavailable.
 
-        If it was unavailable when last requested, before the time `since` (event loop's clock), request it again.
+        A robots.txt that was unavailable before the time `since` (event loop's clock) is requested again.
         """
         origin = str(url.origin())
         async with self._locks.setdefault(origin, asyncio.Lock()):

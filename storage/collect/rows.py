@@ -4,8 +4,8 @@
     ROOT/<dataset>/images/rows/part-<hash>.parquet    a part: up to PART_ROWS rows
 
 A list, a folder or tars are read once and written as parts, each named by a hash of its content. The index is written
-last, unless there is one already. As long as the list does not change, all runs and machines read only these files. A
-list that grew shares its first parts with its earlier version. docs/formats.md specifies the layout.
+last, and only if there is none yet. As long as the list does not change, all runs on all machines read only these
+files. If rows are added at the end of the list, its first parts are used again. docs/formats.md specifies the layout.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Reading:
         return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
 
     def location(self, origin: str, row: int) -> str:
-        """Return where row `row` is, for messages: FILE:LINE in formats with one row per line, else FILE, row N."""
+        """Return the position of a row, for messages: FILE:LINE if each row is one line, else "FILE, row N"."""
         if self.form in ("tsv", "jsonl"):
             return f"{origin}:{row + 1 + self.header}"
         return f"{origin}, row {row + 1}"
@@ -74,7 +74,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of an image in a tar; offset and size are in bytes."""
+    """Position of an image in a tar. Offset and size are in bytes."""
 
     tar: str
     offset: int
@@ -83,7 +83,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRow:
-    """One row of an origin, before or after it is collected: an image and its caption."""
+    """One row of a caption list, folder or tar, before or after its collection: an image and its caption."""
 
     row: int  # its number in the origin, from 0, not counting a header
     caption: str  # as in the file
@@ -101,13 +101,13 @@ class CaptionRow:
 
 
 class Rows:
-    """The stored rows of one origin, numbered from 0.
+    """The stored rows of a caption list, of a folder of images, or of tars, numbered from 0.
 
     Attributes:
-        reading: format and columns of the origin
-        unreadable: rows that have a status because they cannot be collected
-        repeated: rows that repeat the URL and caption of an earlier row, ascending
-        firsts: for each of `repeated`, the first row with the same URL and caption
+        reading: format and columns from which the rows were read
+        unreadable: numbers of the rows that cannot be collected; their statuses say why
+        repeated: numbers of the rows that repeat the URL and caption of an earlier row, ascending
+        firsts: for each of `repeated`, the number of the first row with the same URL and caption
     """
 
     def __init__(self, store: ObjectStore, dataset: str, id: str):
@@ -128,16 +128,16 @@ class Rows:
         self._part = functools.lru_cache(_KEPT_PARTS)(self._read_part)
 
     def read(self, start: int, stop: int) -> list[CaptionRow]:
-        """Return the rows [start, stop)."""
+        """Return the rows with the numbers [start, stop)."""
         return list(itertools.starmap(_make_row, enumerate(self._table(start, stop).to_pylist(), start)))
 
     def duplicates(self, start: int, stop: int) -> dict[int, int]:
-        """Map each row in [start, stop) that repeats an earlier one to the first row with the same URL and caption."""
+        """Map each row in [start, stop) that repeats an earlier row to the first row with its URL and caption."""
         part = slice(*np.searchsorted(self.repeated, [start, stop]))
         return dict(zip(self.repeated[part].tolist(), self.firsts[part].tolist(), strict=True))
 
     def digest(self, start: int, stop: int) -> str:
-        """Return the sha256, as hex digits, of the URLs, captions and further columns of the rows [start, stop)."""
+        """Return the sha256 (hex digits) of the URLs, captions and further columns of the rows [start, stop)."""
         columns = self._table(start, stop).select(_IDENTITY).to_pydict()
         return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
 
@@ -161,7 +161,7 @@ class Rows:
 
 
 def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:
-    """Store rows as parts, and then their index under `id`. Return the stored rows. Existing files are kept."""
+    """Store rows as parts, and their index under `id`. Return the stored rows. Does not overwrite files."""
     rows, keys, names, unreadable = iter(rows), bytearray(), [], []
     while part := list(itertools.islice(rows, PART_ROWS)):
         unreadable += [row.row for row in part if row.status]
@@ -206,7 +206,7 @@ def _hash(data: bytes) -> str:
 
 
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the readable rows that repeat an earlier key, ascending, and for each the first row with its key."""
+    """Return the readable rows whose key occurred before, and the first row with each of these keys."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
     order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
     order = order[~np.isin(order, unreadable)]

@@ -1,9 +1,10 @@
-"""`vlbert collect`: downloads a caption list, or imports local images, into shards of the `images` stage.
+"""`vlbert collect`: downloads the images of a caption list, or imports local images, into shards of the `images` stage.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
-downloaded again. A list may grow: its new rows make new shards. If rows of committed shards have changed, that is an
-error, because one dataset would mix two lists. Any number of processes may run at once, on any machines that read the
-same list. Each claims the shards that it works on (storage/claims.py), and at the end waits for the other processes.
+downloaded again. If rows are added at the end of the list, they make new shards. If rows of committed shards have
+changed, that is an error, because the dataset would mix two lists. Any number of processes may run at once, on any
+machines that read the same list. Each claims the shards that it works on (storage/claims.py), and at the end waits for
+the other processes.
 
     vlbert collect ROOT DATASET --captions LIST
 """
@@ -52,7 +53,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together (in a flow, by one Prefect task), and the state of the run before them."""
+    """Shards to collect together (in a flow, by one Prefect task), and the progress of the run before them."""
 
     parts: tuple[Part, ...]
     list_id: str  # id of the stored rows
@@ -86,9 +87,10 @@ def collect(
     log: Callable[[str], None] = print,
     run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
-    """Download or import the missing shards of a dataset, group by group with `run_group` (default: `collect_group`).
+    """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    Raises NothingStored if no row of the dataset is ok, including those of shards committed before.
+    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no row of the dataset is ok,
+    whether in new or in older shards.
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)
@@ -153,7 +155,7 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
-    """Return the error message for a dataset without an ok row. `part` is a shard that was not committed."""
+    """Return the error message for a dataset without an ok row. It shows the first row of `part`."""
     status = Status(Counter(counts).most_common(1)[0][0])
     (row,) = listed.read(part.start, part.start + 1)
     hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
@@ -173,11 +175,11 @@ def collect_group(
     on_commit: OnCommit = lambda shard: None,
     log: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Collect the shards of a group, a few at a time, and commit each when it is complete. Return row counts by status.
+    """Collect and commit the shards of a group, a few at a time. Return the number of rows with each status.
 
-    Shards that another worker has claimed or committed are skipped. A shard without an image is committed only if the
-    dataset or this group already has one. If none of a shard's hosts can be reached, it is not committed, and
-    ConnectionError is raised.
+    Shards that another worker has claimed or committed are skipped. A shard without any image is committed only if the
+    dataset or this group already has an image. If none of a shard's hosts can be reached, the shard is not committed,
+    and ConnectionError is raised.
     """
     catalog = Catalog(open_store(root), settings.name)
     rows = Rows(catalog.store, settings.name, group.list_id)
@@ -196,7 +198,7 @@ def collect_group(
 
 @dataclass
 class _GroupCollector:
-    """A collector of the shards of one group. It accesses files in a thread, so that downloads continue meanwhile."""
+    """A collector of the shards of one group. Files are accessed in a thread, while downloads continue."""
 
     catalog: Catalog
     settings: CollectSettings
@@ -214,7 +216,7 @@ class _GroupCollector:
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
     def finish(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Record a finished shard and its row counts by status, and log the progress if a line is due."""
+        """Record that a shard is finished, with its row counts by status. Log the progress at intervals."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.count())
@@ -273,7 +275,7 @@ class _GroupCollector:
             await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
     def count_committed(self, part: Part) -> dict[str, int]:
-        """Return a shard's row counts by status if another process or an earlier attempt has committed it, else {}."""
+        """Return a shard's row counts by status, or {} if it is not committed yet or is to be replaced."""
         try:
             (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
         except ObjectMissing:
@@ -283,7 +285,10 @@ class _GroupCollector:
     def read_committed(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
     ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the manifest that a part replaces, and all its rows by number, or (None, {}) for a new shard."""
+        """Return the manifest that is to be replaced, and its rows by number, or (None, {}) for a new shard.
+
+        The images of the rows are copied to the spool.
+        """
         if not part.replaces:
             return None, {}
         manifest = self.catalog.manifest(IMAGES, part.shard)
@@ -298,7 +303,7 @@ class _GroupCollector:
         return manifest, results
 
     def settle_rows(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
-        """Return the rows that need no request, by number: withdrawn, unreadable and repeated ones."""
+        """Return the withdrawn, unreadable and repeated rows, which need no request, by row number."""
         results, firsts = {}, self.rows.duplicates(part.start, part.stop)
         for row in rows:
             if row.url in self.withdrawn.urls:
@@ -311,7 +316,7 @@ class _GroupCollector:
         return results
 
     def import_rows(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
-        """Import the images of rows from a folder or tars. Log the first missing file. Return rows with statuses."""
+        """Import the images of `rows`. Return the rows with their statuses. Log only the first missing file."""
         settings, limit = self.settings, self.settings.download.max_bytes
         if settings.images:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
@@ -331,7 +336,10 @@ class _GroupCollector:
 
 
 def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSettings) -> None:
-    """Raise ConnectionError if all requested rows are UNREACHABLE, and there are at least 20 of them or five hosts."""
+    """Raise ConnectionError if every requested row of a shard is UNREACHABLE.
+
+    A shard with fewer than 20 requested rows and fewer than five hosts is not checked.
+    """
     requested = [row for row in rows if row.status not in NOT_REQUESTED]
     hosts = {urlsplit(row.url).hostname for row in requested}
     few = len(hosts) < _FEW_HOSTS and len(requested) < _FEW_ROWS
@@ -349,7 +357,7 @@ def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSetti
 
 
 def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> None:
-    """Download a caption list, or import images, into shards. An interrupted run continues where it stopped.
+    """Download the images of a caption list, or import images, into shards. Continues an interrupted run.
 
     vlbert collect ROOT DATASET --captions LIST --download.contact me@example.org
     """

@@ -1,4 +1,4 @@
-"""A temporary file that holds the images of a shard until it is committed, to save memory."""
+"""A temporary file that holds the images of a shard until the shard is committed, to save memory."""
 
 import os
 import tempfile
@@ -22,7 +22,7 @@ class SpooledImage:
 
     @property
     def jpeg(self) -> bytes:
-        """Bytes of the JPEG. They can be read while the spool is open."""
+        """Bytes of the JPEG, read from the spool, which must still be open."""
         return self.spool.read(self.offset, self.length)
 
 
@@ -47,7 +47,7 @@ class Spool:
             self._file.close()
 
     def write(self, image: NormalisedImage) -> SpooledImage:
-        """Write the bytes of an image. Raises OSError, naming the folder, if the disk is full."""
+        """Write an image to the file. Raises OSError, naming the folder, if the disk is full."""
         left = memoryview(image.jpeg)
         with self._lock:
             offset = self._end

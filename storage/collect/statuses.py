@@ -1,4 +1,4 @@
-"""Statuses of rows, each with a sentence that explains it, and the error that carries a status."""
+"""Statuses of rows with their explanations, and the exception that carries a status."""
 
 from enum import StrEnum
 from http import HTTPStatus
@@ -10,7 +10,7 @@ _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class Status(StrEnum):
-    """The outcome of a row, with an explanation (`meaning`). HTTP_400 to HTTP_599 are members, too."""
+    """The outcome of a row. `meaning` explains it. The members include HTTP_400 to HTTP_599."""
 
     _ignore_ = "code members"
     meaning: str
@@ -74,7 +74,7 @@ class Status(StrEnum):
 
     @classmethod
     def of_http(cls, code: int) -> "Status":
-        """Return the status for the HTTP code of an answer that is neither an image nor a redirect."""
+        """Return the status for the HTTP code of a response that is neither an image nor a redirect."""
         return cls(f"http_{code}") if 400 <= code < 600 else cls.HTTP_OTHER
 
 
@@ -84,9 +84,9 @@ _FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # no r
 
 
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
-    """Return the retryable statuses with these names. `http_4xx` and `http_5xx` stand for all statuses of that class.
+    """Return the statuses with these names. `http_4xx` and `http_5xx` stand for all statuses of that class.
 
-    Raises ValueError for any other name.
+    Raises ValueError for any other name, including statuses that no further request would change, such as `ok`.
     """
     retryable, statuses = set(Status) - _FINAL, set()
     for name in names:
@@ -103,8 +103,8 @@ class Refused(Exception):
     """Raised if an image cannot be stored. The status and the detail say why.
 
     Attributes:
-        retry_after: minimum seconds until another attempt may succeed; None if none is likely to
-        host: the host that failed, after redirects
+        retry_after: minimum wait before another attempt, in seconds; None if another attempt is unlikely to succeed
+        host: the host that failed; after a redirect, the host that it led to
     """
 
     def __init__(self, status: Status, detail: str, retry_after: float | None = None, host: str = ""):
@@ -112,6 +112,6 @@ class Refused(Exception):
         self.status, self.detail, self.retry_after, self.host = status, detail, retry_after, host
 
     def bare(self) -> Self:
-        """Return the error without its traceback, which would keep the image's bytes in memory."""
+        """Remove the traceback, which would keep the image's bytes in memory, and return the error."""
         self.__traceback__ = self.__cause__ = self.__context__ = None
         return self

@@ -40,11 +40,11 @@ class TarSet:
 
     @property
     def identity(self) -> list:
-        """Names, sizes and dates of the tars, which change if a tar changes."""
+        """Name, size and date of each tar, to find out whether a tar has changed."""
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """Yield a row per image and per sample without one. Raises ValueError if a tar is truncated or damaged."""
+        """Yield a row for each image, and for each sample without an image. Raises ValueError if a tar is damaged."""
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
@@ -53,7 +53,7 @@ class TarSet:
                         yield CaptionRow(next(numbers), *fields)
 
     def read(self, places: Iterable[Place], limit: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield (place, bytes) for each of these images, in order, with at most `limit` + 1 bytes of the image."""
+        """Yield each place with the bytes of its image, in order. At most `limit` + 1 bytes of an image are read."""
         for tar, images in itertools.groupby(places, key=lambda place: place.tar):
             with open_object(self._store, tar) as stream:
                 for place in images:
@@ -62,7 +62,7 @@ class TarSet:
 
 
 def group_samples(stream: BinaryIO, uri: str) -> Iterator[tuple[str, _Members]]:
-    """Yield the key and the members of each sample, grouped by webdataset, without reading their contents.
+    """Yield the key and the members of each sample in a tar, without reading the members' contents.
 
     Raises ValueError if the tar is compressed, truncated or damaged.
     """
@@ -95,9 +95,10 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
-    """Yield CaptionRow fields, without `row`, for a sample's first image, or for each image if none is supported.
+    """Yield the rows of one sample, each as the arguments of CaptionRow after `row`.
 
-    If the sample has no URL, the row's URL is the path of the tar and the image's name in it.
+    There is one row, for the first image in a supported format, or else a row for each image in another format. If the
+    sample has no URL, the path of the tar and the image's name replace it.
     """
     url, text, extra, fault = None, "", None, ""
     try:
@@ -127,7 +128,7 @@ def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: 
 
 
 def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
-    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError on failure."""
+    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError if this fails."""
     fields = {}
     for extension in ("json", "txt"):
         if (member := members.get(extension)) is None:
@@ -144,7 +145,10 @@ def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
 
 
 def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the URL and caption fields ("" if missing) and, if there is one, of the licence field."""
+    """Return the names of the fields with the URL, the caption and the licence.
+
+    A missing URL or caption is "", and a missing licence is left out.
+    """
     by_lower = {name.lower(): name for name in fields}
     url, caption = (
         next((by_lower[name] for name in known if name in by_lower), "") for known in (URLS, ("txt", *CAPTIONS))
