@@ -86,10 +86,7 @@ def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
 
 
 def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int, list[tuple[int, list[float]]]]:
-    """Return each image's boxes by image id: pairs (column of class_probs, xyxy), in file order.
-
-    Boxes are clipped to the annotated image.
-    """
+    """Return, by image id, pairs (column of class_probs, box). Boxes are xyxy, clipped to the annotated image."""
     sizes = {image["id"]: (image["width"], image["height"]) for image in data["images"]}
     boxes = {image: [] for image in sizes}
     for index, annotation in enumerate(data["annotations"]):

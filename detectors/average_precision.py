@@ -72,7 +72,7 @@ def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, o
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return `map50`, the mean over the rows of class_results, and `map50_weighted`, its mean weighted by `objects`."""
+    """Return the mean over the rows of class_results: `map50`, and `map50_weighted`, weighted by number of objects."""
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

@@ -83,10 +83,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return the id and metadata that a FasterRCNNDetector would have, without building it.
-
-    `weights` is the metadata of its weights, as from load_weights.
-    """
+    """Return the id and metadata of a FasterRCNNDetector without building it. load_weights returns `weights`."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),

@@ -228,10 +228,7 @@ class HeadOutputs:
 
 
 class AttributeHead(nn.Module):
-    """Base class that adds bottom-up attention's attribute head.
-
-    The head predicts attributes from a region's features and its object class.
-    """
+    """Base class that adds an attribute head, which predicts attributes from a region's features and object class."""
 
     def add_attributes(self, config: FasterRCNNConfig) -> None:
         if not config.num_attributes:

@@ -60,10 +60,7 @@ class FeatureFile:
     """Function that returns the fields of a row, with names and values as in the file."""
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return a row's fields, keyed by our field names.
-
-        Raises ValueError if the row is unusable. The message does not contain the file's name.
-        """
+        """Return a row's fields by our names. Raises ValueError, without the file's name, if the row is unusable."""
         fields: dict[str, Any] = {}
         try:
             for name, value in self.fields(row):
@@ -147,10 +144,7 @@ def _open_tsv(path: Path) -> FeatureFile:
 
 
 def _open_members(path: Path) -> FeatureFile:
-    """Open a folder or zip with one file per image, or a single .npz file.
-
-    The files are JSON (VL-BERT) or .npz (bottom-up-attention.pytorch).
-    """
+    """Open a folder or zip with one JSON or .npz file per image, or a single .npz file."""
     if path.is_dir():
         members = sorted(entry.name for entry in os.scandir(path))
     elif path.suffix == ".npz":
@@ -179,7 +173,7 @@ def _open_members(path: Path) -> FeatureFile:
         else:
             _check_length(archive.getinfo(name).file_size)
             data = archive.read(name)
-        if name.endswith(".json"):
+        if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             _check_length(sum(member.file_size for member in arrays.zip.infolist()))

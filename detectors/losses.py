@@ -53,10 +53,7 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return each anchor's label, such as FOREGROUND, and the index of the object with the highest IoU.
-
-    Both are int64 [A].
-    """
+    """Return each anchor's label, such as FOREGROUND, and the index of the object with the highest IoU (int64 [A])."""
     iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
@@ -147,10 +144,7 @@ class Losses(nn.Module):
     def _sample_regions(
         self, proposals: Tensor, example: Example, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int]:
-        """Return sampled regions [R, 4], the index of each region's object [R], and the number of foreground regions.
-
-        The foreground regions come first.
-        """
+        """Return sampled regions [R, 4], foreground first, their object indices [R], and the foreground count."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)

@@ -49,7 +49,7 @@ def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float)
 
 
 def _make_layout(groups: Sequence[Tensor]) -> Tensor:
-    """Return each map's row of int64 [N, 3]: the index of its first cell among the cells of all maps, height, width."""
+    """Return the index of each map's first cell, counted over all maps, and its height and width: int64 [N, 3]."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:
         number, _, height, width = maps.shape

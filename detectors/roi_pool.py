@@ -56,12 +56,12 @@ def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: i
 
 
 def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the logarithm of each bin's length to base 2, rounded down, int64 [K, S]."""
+    """Return log2 of each bin's length, rounded down, int64 [K, S]."""
     return (bins[1] - bins[0]).clamp(min=1).double().log2().floor().long()
 
 
 def _window_maxima(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
-    """Return the maxima of windows of 1, 2, 4, ..., 2^levels cells along an axis. Its last windows are shorter."""
+    """Return the maxima of windows of 1, 2, 4, ..., 2^levels cells along an axis. The last windows are shorter."""
     windows = [cells]
     for level in range(levels):
         before, step = windows[-1], 2**level

@@ -166,10 +166,7 @@ def make_detector(config: DetectionConfig) -> Detector:
 
 
 def identify(config: DetectionConfig) -> str:
-    """Return the id of the detector that make_detector would make, without building its network.
-
-    The weight file is hashed and its header is parsed, but no tensors are loaded.
-    """
+    """Return the id of the detector that make_detector would make, without building a network or loading weights."""
     if config.backend in ("annotated", "imported"):
         return make_detector(config).id
     from detectors.detect import describe_detector  # here, as above

@@ -19,10 +19,7 @@ _LOWEST_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Settings for selecting regions. The defaults are VL-BERT's.
-
-    Bottom-up attention uses threshold=0.2 and strict=False.
-    """
+    """Settings for selecting regions. Defaults are VL-BERT's; bottom-up attention uses threshold=0.2, strict=False."""
 
     __pydantic_config__ = FORM
 

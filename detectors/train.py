@@ -188,10 +188,7 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
 
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
-    """Write the weights after step `done` to a file for `vlbert detect`, and return a message about the file.
-
-    The file describes a network with frozen norms.
-    """
+    """Write the weights after step `done` to a file for `vlbert detect`, and return a message about the file."""
     recipe, store, path = run.recipe, run.writer.store, f"runs/{run.recipe.run}/weights.safetensors"
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")

@@ -140,7 +140,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return the store and folder of a path as in open_checkpoint. Raises ValueError if it names no checkpoint."""
+    """Return the store and folder of the checkpoint or model at a path. Raises ValueError if the path names none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:

@@ -105,10 +105,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
 
 
 def region_bytes(config: DetectionConfig, regions: float) -> float:
-    """Return the bytes that an image's regions take in a shard, including features if the detector keeps them.
-
-    `regions` is their number.
-    """
+    """Return the bytes that `regions` regions of one image take in a shard, including features if they are kept."""
     network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
     size = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
     return regions * (size + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
@@ -201,10 +198,7 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
 
 
 def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
-    """Download sampled rows, and return three figures.
-
-    They are the share of the rows that give a distinct image, the bytes per image, and the rows per second.
-    """
+    """Download sampled rows, and return the share with a distinct image, bytes per image, and rows per second."""
     distinct = list({row.key: row for row in rows if not row.status}.values())
 
     async def download(spool: Spool) -> list:

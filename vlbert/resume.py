@@ -197,10 +197,7 @@ def _open_datasets(
 
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
-    """Return the number of region classes, or 0 if it is unknown and not `needed`.
-
-    Raises ValueError if the datasets have different numbers of classes.
-    """
+    """Return the number of region classes, common to all datasets, or 0 if it is unknown and not `needed`."""
     first_regions = [(pinned["dataset"], find_readable(samples).require_regions()) for samples, pinned in opened]
     known = needed or any(regions.class_probs is not None for _, regions in first_regions)
     classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in first_regions]

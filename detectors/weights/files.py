@@ -103,7 +103,6 @@ def config_from_json(fields: Mapping[str, Any], source: str) -> FasterRCNNConfig
     """Return the FasterRCNNConfig that was saved as JSON with dataclasses.asdict.
 
     Missing fields get their defaults, except for `resnet`, which is required. Raises ValueError if a field is invalid.
-    The message begins with `source`.
     """
     try:
         if not isinstance(fields, Mapping) or "resnet" not in fields:

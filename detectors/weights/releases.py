@@ -132,16 +132,13 @@ def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
 
 
 def caffe_cell_anchors() -> Tensor:
-    """Return Caffe's anchors of one cell, float32 [12, 4] xyxy, ordered by ratio and then by size.
-
-    The width of an anchor is x2 - x1 + 1.
-    """
+    """Return Caffe's anchors of one cell, float32 [12, 4] xyxy, ordered by ratio and then by size."""
     boxes = []
     for ratio in (0.5, 1.0, 2.0):
         width = round(math.sqrt(16 * 16 / ratio))
         height = round(width * ratio)
         for scale in (4, 8, 16, 32):
-            x, y = (width * scale - 1) / 2, (height * scale - 1) / 2
+            x, y = (width * scale - 1) / 2, (height * scale - 1) / 2  # the width of a box is x2 - x1 + 1
             boxes.append((7.5 - x, 7.5 - y, 7.5 + x, 7.5 + y))
     return torch.tensor(boxes)
 
@@ -226,10 +223,7 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return False for a norm's batch counter, or for the pixel mean or standard deviation.
-
-    Raises ValueError if the pixel mean or standard deviation differs from this network's.
-    """
+    """Return False for batch counters and pixel statistics. Raises ValueError if the pixel statistics are not ours."""
     if name in _PIXEL_STATISTICS and not release.resnet_only:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):

@@ -54,7 +54,7 @@ def demo_model(model: Model, features: Features) -> ModelConfig:
 
 
 def pretrain(model: Model, features: Features, name: str) -> Recipe:
-    """Configure pre-training on the data of `make demo`. End to end, give --model.regions.weights FILE (a detector)."""
+    """Configure pre-training on the data of `make demo`. For end_to_end, set --model.regions.weights to a detector."""
     task = PretrainingSettings(
         words=WordMasking(probability=0.25),
         # Most chosen regions stay visible. From these, the encoder learns which appearance belongs to which class.

@@ -129,10 +129,7 @@ def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
 
 
 def finetune_retrieval_vilbert(size: Size = "base") -> Recipe:
-    """Configure fine-tuning on Flickr30k: 20 epochs, 64 captions per step.
-
-    Each matching pair of caption and image is compared with three mismatched pairs.
-    """
+    """Configure fine-tuning on Flickr30k: 20 epochs, 64 matching and 192 mismatched pairs per step."""
     task = RetrievalSettings(caption_length=28, max_regions=100, loss="cross_entropy", wrong_captions=2, wrong_images=1)
     return _finetune("retrieval", size, task, 4e-5, 64)
 

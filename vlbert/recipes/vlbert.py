@@ -165,7 +165,7 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
     Each caption is paired with 3 wrong images, and its image with 3 wrong captions, as in Unicoder-VL. VL-BERT's
     authors did not try retrieval.
 
-    COCO: --data.datasets coco --data.held_out coco --task.file dataset_coco.json --task.train_on train restval
+    For COCO: --data.datasets coco --data.held_out coco --task.file dataset_coco.json --task.train_on train restval
     --steps 29500 --optimizer.warmup_steps 2950 --validate_every 2950 --save_every 2950.
     """
     name = _make_name("finetune_retrieval", size, "precomputed" * (features == "precomputed"), "published")
