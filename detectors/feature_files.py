@@ -60,7 +60,7 @@ class FeatureFile:
     """Function that returns the fields of a row, with names and values as in the file."""
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return a row's fields by our names. Raises ValueError, without the file's name, if the row is unusable."""
+        """Return a row's fields by our field names. Raises ValueError if the row is unusable."""
         fields: dict[str, Any] = {}
         try:
             for name, value in self.fields(row):

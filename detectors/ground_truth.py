@@ -105,7 +105,7 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
 def _read_coco(
     file: Path, classes: Names | None, attributes: Names, counts: Counter[str]
 ) -> tuple[list[AnnotatedImage], Names]:
-    """Return the images, sorted by id, and the classes. By default, they are the file's categories, sorted by id."""
+    """Return the images, sorted by id, and the classes: `classes` or, if None, the file's categories, sorted by id."""
     data, _ = read_coco(file)
     names = {category["id"]: category["name"] for category in data["categories"]}
     classes = classes or Names.from_lines([[name] for name in names.values()], f"{file}, categories by id")

@@ -278,7 +278,7 @@ class ResNetC4(nn.Module):
         return self.res4(self.res3(self.res2(self.stem(images))))
 
     def freeze(self, stages: int) -> "ResNetC4":
-        """Freeze the first `stages` of the stages stem, res2, res3 and res4 with freeze_module, and return self."""
+        """Freeze the first `stages` parts (of stem, res2, res3 and res4) with freeze_module, and return self."""
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
             freeze_module(stage)
         return self

@@ -201,7 +201,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
 
 
 def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
-    """Return the `id` and `metadata` of the detector that made a region stage. metadata is None if it has no shard."""
+    """Return the `id` and `metadata` of the detector that made a region stage. Without shards, metadata is None."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None

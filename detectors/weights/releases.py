@@ -223,7 +223,7 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return False for batch counters and pixel statistics. Raises ValueError if the pixel statistics are not ours."""
+    """Return False for batch counters and pixel statistics. Raises ValueError if the statistics differ from ours."""
     if name in _PIXEL_STATISTICS and not release.resnet_only:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):
