@@ -83,7 +83,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return the id and metadata of a FasterRCNNDetector without building it. `weights` is the result of load_weights."""
+    """Return the id and metadata of a FasterRCNNDetector without building it. `weights` is from load_weights."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),

@@ -44,7 +44,7 @@ MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model or checkpoint read from a folder. `model` has the tensors "vlbert.*" and "head.*", if they were loaded."""
+    """A model or checkpoint read from a folder. `model` has the tensors "vlbert.*" and "head.*", if loaded."""
 
     folder: Folder
     config: dict
