@@ -21,6 +21,6 @@ class Detector(Protocol):
 
 
 def detector_id(hashed: dict) -> str:
-    """Return a detector's id, 12 hex digits. `hashed` has, as JSON values, everything that changes the output."""
+    """Return a detector's id: 12 hex digits of the hash of `hashed`, the JSON values that determine its output."""
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -75,7 +75,7 @@ def file_name_of(url: str) -> str:
 
 
 def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
-    """Map the last path component of each `file_name` to its image. Raises ValueError if two images have the same."""
+    """Return the images by file name (last path component). Raises ValueError if two have the same name."""
     index = {}
     for image in images:
         name = image["file_name"].rsplit("/", 1)[-1]
@@ -86,7 +86,7 @@ def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
 
 
 def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int, list[tuple[int, list[float]]]]:
-    """Map each image id to its boxes in file order: (column of class_probs, xyxy clipped to the annotated image)."""
+    """Return, by image id, pairs (column of class_probs, box). Boxes are xyxy, clipped to the annotated image."""
     sizes = {image["id"]: (image["width"], image["height"]) for image in data["images"]}
     boxes = {image: [] for image in sizes}
     for index, annotation in enumerate(data["annotations"]):

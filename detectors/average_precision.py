@@ -1,4 +1,6 @@
-"""mAP@0.5 as Visual Genome's detectors report it: VOC's average precision, the area under the interpolated curve.
+"""Mean average precision (mAP@0.5), as reported for detectors of Visual Genome.
+
+Average precision is computed as in VOC: the area under the interpolated precision-recall curve.
 
 Each detection is compared with the object of its class that it overlaps most. It is a true positive if their IoU is at
 least the threshold, and no detection with a higher score has matched that object.
@@ -25,7 +27,7 @@ class Detections:
 
 
 def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
-    """Return which detections are true positives, bool [K]. If scores are equal, the earlier detection matches first.
+    """Return which detections are true positives, bool [K]. Of detections with equal scores, the first matches first.
 
     Args:
         boxes: The boxes of the annotated objects, float32 [G, 4] xyxy.
@@ -56,10 +58,10 @@ def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: in
 
 
 def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, objects: np.ndarray) -> list[dict]:
-    """Return a row for each class that has objects: its index, average precision, and counts of objects and detections.
+    """Return a row for each class that has objects: class, average precision, and number of objects and detections.
 
-    labels, scores and correct, all [K], describe the detections of all classes. objects, int64 [C], is the number of
-    annotated objects of each class.
+    `labels`, `scores` and `correct`, all [K], describe the detections of all classes. `objects`, int64 [C], is the
+    number of annotated objects of each class.
     """
     rows = []
     for label in np.flatnonzero(objects).tolist():
@@ -70,7 +72,7 @@ def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, o
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return `map50`, the mean over the rows of class_results, and `map50_weighted`, weighted by number of objects."""
+    """Return the mean over the rows of class_results: `map50`, and `map50_weighted`, weighted by number of objects."""
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

@@ -13,7 +13,7 @@ from storage.settings import FORM, changed_fields, check, check_choices
 
 @dataclass(frozen=True)
 class NetworkOverrides:
-    """Values that replace fields of the preset's or the weight file's FasterRCNNConfig. None keeps a field."""
+    """Values that replace fields of the preset's or the weight file's FasterRCNNConfig. None means no change."""
 
     __pydantic_config__ = FORM
 

@@ -41,7 +41,7 @@ _IGNORED_FIELDS |= {"batch"}
 
 @contextmanager
 def inference_settings(threads: int = 1) -> Iterator[None]:
-    """Context manager that sets the number of torch's threads and exact float32 on GPUs, and restores both on exit."""
+    """Context manager that sets torch's thread count and exact float32 on GPUs, and restores both on exit."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -83,7 +83,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return the id and metadata of a FasterRCNNDetector without building it. `weights` is its weights' metadata."""
+    """Return the id and metadata of a FasterRCNNDetector without building it. `weights` is from load_weights."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
@@ -211,7 +211,7 @@ class FasterRCNNDetector:
     def _find_proposals(
         self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
     ) -> tuple[list[Tensor], list[np.ndarray]]:
-        """Return each image's proposals [P, 4] with an area: in input pixels on the device, and in stored pixels."""
+        """Return each image's non-empty proposals [P, 4], in input pixels (on the device) and in stored pixels."""
         scales = [min(image.scales) for image in batch]
         boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales=scales)
         # Copied from the device once per batch.
@@ -224,7 +224,7 @@ class FasterRCNNDetector:
         return boxes, stored
 
     def _select(self, outputs: _Outputs) -> Regions | str:
-        """Return an image's regions by the 10-100 rule, most probable first, or a status if an output is not finite."""
+        """Return an image's selected regions, most probable first, or a status if an output is not finite."""
         numbers = {
             "class probabilities": outputs.probs,
             "attribute probabilities": outputs.attribute_probs,
@@ -270,9 +270,9 @@ def _not_finite(outputs: str) -> str:
 
 
 def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: Sequence[int]) -> Tensor:
-    """Convert boxes [K, 4] from input pixels to pixels of the stored image, clipped to it.
+    """Convert boxes [K, 4] from input pixels to pixels of the stored image, and clip them to the image.
 
-    scales are the input pixels per stored pixel (vertical, horizontal); stored is the stored image's height and width.
+    `scales` is (vertical, horizontal) in input pixels per stored pixel. `stored` is the stored image's (height, width).
     """
     down, across = scales
     factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)

@@ -54,7 +54,7 @@ class Detectron2FasterRCNN(nn.Module):
         return self.eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] of C4 maps [N, channels, h, w]."""
+        """Apply the RPN's layers to C4 maps, as FasterRCNN.rpn does."""
         (logits,), (deltas,) = self.proposal_generator.rpn_head([c4])
         return logits, deltas
 
@@ -63,9 +63,9 @@ class Detectron2FasterRCNN(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        The arguments are those of FasterRCNN.proposals. `scales` is ignored: it is for minimum_side, which this backend
-        does not support. After the `pre_nms` best are chosen, boxes that are not finite or have no area inside the
-        image are dropped.
+        The arguments are those of FasterRCNN.proposals, but `scales` is ignored, because this backend does not support
+        minimum_side. Boxes that are not finite or have no area inside the image are dropped after the `pre_nms` best
+        boxes are chosen.
         """
         generator = self.proposal_generator
         scores = logits.permute(0, 2, 3, 1).flatten(1)
@@ -75,7 +75,7 @@ class Detectron2FasterRCNN(nn.Module):
         return [each.proposal_boxes.tensor for each in instances], [each.objectness_logits for each in instances]
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Return the features [sum of K, D] of all boxes. `boxes` has one [K, 4] in input pixels for each C4 map."""
+        """Return the features of all boxes, [total number of boxes, D], as FasterRCNN.roi_features does."""
         from detectron2.structures import Boxes
 
         pooled = self.roi_heads.pooler([c4], [Boxes(each) for each in boxes])
@@ -86,7 +86,7 @@ class Detectron2FasterRCNN(nn.Module):
         return self.roi_heads.box_predictor(features)
 
     def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Return proposals [K, 4] moved by the deltas [K, C, 4] of their classes, labels [K], clipped to the image."""
+        """Return each proposal moved by the deltas of its class and clipped, as FasterRCNN.regress_boxes does."""
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
         # Not clipped with detectron2's Boxes, which stop the whole run if one box is not finite.
@@ -116,7 +116,7 @@ def _require_detectron2() -> None:
 
 
 def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
-    """Build the blocks of ResNet stage `number`, 2 to 5."""
+    """Build the blocks of ResNet stage `number` (2 to 5)."""
     from detectron2.modeling.backbone.resnet import BottleneckBlock, ResNet
 
     blocks, bottleneck = config.blocks[number - 2], config.width * 2 ** (number - 2)
@@ -134,11 +134,11 @@ def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 
 
 
 def _make_backbone(config: ResNetConfig) -> Any:
-    """Build the ResNet from its stem to res4, which maps images [N, 3, H, W] to C4 maps [N, channels, h, w]."""
+    """Build the backbone (stem to res4), which maps images [N, 3, H, W] to C4 maps [N, channels, h, w]."""
     from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
     class CaffeStem(BasicStem):
-        """A stem with Caffe's pooling, unpadded and with sizes rounded up. BasicStem pads by 1 and rounds down."""
+        """A stem with Caffe's max-pooling: no padding, sizes rounded up. BasicStem pads by 1 and rounds down."""
 
         def forward(self, images: Tensor) -> Tensor:
             return F.max_pool2d(F.relu_(self.conv1(images)), kernel_size=3, stride=2, padding=0, ceil_mode=True)
@@ -164,7 +164,7 @@ def _make_proposal_generator(config: FasterRCNNConfig) -> Any:
 
         @property
         def cell_anchors(self) -> Tensor:
-            """Anchors of one cell, float32 [A, 4] xyxy: the anchor generator's buffer itself, not a copy."""
+            """The anchor generator's buffer (not a copy) with the anchors of one cell, float32 [A, 4] xyxy."""
             return next(iter(self.anchor_generator.cell_anchors))
 
     return ProposalGenerator(
@@ -203,7 +203,7 @@ def _make_roi_heads(config: FasterRCNNConfig) -> Any:
 
 
 def _make_box_predictor(config: FasterRCNNConfig) -> nn.Module:
-    """Build the heads: detectron2's for classes and boxes, and bottom-up attention's for attributes."""
+    """Build detectron2's class and box heads, with bottom-up attention's attribute head."""
     from detectron2.layers import ShapeSpec
     from detectron2.modeling.box_regression import Box2BoxTransform
     from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers

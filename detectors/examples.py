@@ -1,4 +1,4 @@
-"""Datasets to train and validate the detector. Training images are shuffled by (seed, epoch) and mirrored at random."""
+"""Datasets to train and validate the detector. Training images are shuffled in each epoch and mirrored at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ORDER, _AUGMENTATION = 0, 1  # independent streams of randomness
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One rank's examples of a training step. The next readable images replace those listed in `unreadable`."""
+    """One rank's examples of a training step. Images in `unreadable` were replaced by the next readable ones."""
 
     examples: list[Example]
     unreadable: list[Unreadable]
@@ -33,7 +33,10 @@ class Batch:
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
-    """Read an image as BGR, uint8 [height, width, 3]. Raises one of BAD_IMAGE if it is damaged or its size is wrong."""
+    """Read an image as BGR pixels, uint8 [height, width, 3].
+
+    Raises one of the exceptions in BAD_IMAGE if the file is damaged or has another size than `image`.
+    """
     with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
     if pixels.shape[:2] != (image.height, image.width):
@@ -42,7 +45,7 @@ def read_bgr(image: LabelledImage) -> np.ndarray:
 
 
 def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """Read an image and `resize` it for the network, BGR [H, W, 3]. Raises one of BAD_IMAGE if it is unusable."""
+    """Read an image and resize it for the network, as BGR [H, W, 3]. Raises one of BAD_IMAGE if it is unusable."""
     size = resized_size(image.height, image.width, config)
     if min(size) < NARROWEST_INPUT:
         raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
@@ -95,7 +98,7 @@ class TrainingImages(Dataset):
 
 
 class HeldOutImages(Dataset):
-    """A dataset of this rank's held-out images. An item is (index in `images`, resized BGR pixels or an error)."""
+    """A dataset of this rank's held-out images. An item is (index in `images`, resized BGR pixels or error message)."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, world: World):
         self.images, self.network = images, network

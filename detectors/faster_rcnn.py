@@ -115,7 +115,10 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 
 
 def cell_anchors(config: FasterRCNNConfig) -> Tensor:
-    """Return one cell's anchors, float32 [A, 4] xyxy, centred on its corner (0, 0). Ratios vary faster than sizes."""
+    """Return the anchors of one cell, centred on the cell's corner (0, 0).
+
+    They are float32 [A, 4], xyxy in input pixels, ordered by size and then by ratio.
+    """
     sides = [
         (math.sqrt(s * s / r), math.sqrt(s * s / r) * r) for s in config.anchor_sizes for r in config.anchor_ratios
     ]
@@ -123,7 +126,10 @@ def cell_anchors(config: FasterRCNNConfig) -> Tensor:
 
 
 def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
-    """Repeat one cell's anchors [A, 4] at each of height x width cells: [h * w * A, 4] in input pixels, row by row."""
+    """Return the anchors of a grid of cells, row by row: [height * width * A, 4] in input pixels.
+
+    `cell` has the anchors [A, 4] of one cell.
+    """
     ys = torch.arange(height, device=cell.device, dtype=cell.dtype) * STRIDE
     xs = torch.arange(width, device=cell.device, dtype=cell.dtype) * STRIDE
     y, x = torch.meshgrid(ys, xs, indexing="ij")
@@ -134,7 +140,10 @@ def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
 def apply_deltas(
     deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1), plus_one: bool = False
 ) -> Tensor:
-    """Move and scale boxes [K, 4] by deltas [K, ..., 4] / weights. With plus_one, a box is x2 - x1 + 1 wide."""
+    """Move and scale boxes [K, 4] by deltas [K, ..., 4], which are first divided by `weights`.
+
+    With `plus_one`, the width of a box is x2 - x1 + 1, as in Caffe.
+    """
     x1, y1, x2, y2 = boxes.reshape(len(boxes), *[1] * (deltas.dim() - 2), 4).unbind(-1)
     width, height = x2 - x1 + plus_one, y2 - y1 + plus_one
     dx, dy, dw, dh = (d / w for d, w in zip(deltas.unbind(-1), weights, strict=True))
@@ -152,7 +161,7 @@ def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Return each image's `count` highest scores [N, K], sorted stably, and the same rows of others [N, K, 4]."""
+    """Return the `count` highest scores of each image, best first, and the matching rows of `others` [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :count, None].expand(-1, -1, 4)
     return scores[:, :count], *(other.gather(1, order) for other in others)
@@ -173,7 +182,10 @@ def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
 
 
 class RPNHead(nn.Module):
-    """The RPN's layers: logits [N, A, h, w] and deltas [N, 4A, h, w] from C4 maps. Anchor a has channels 4a to 4a+3."""
+    """The RPN's layers, which compute objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] from C4 maps.
+
+    Channels 4a to 4a + 3 of the deltas belong to anchor a.
+    """
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -192,7 +204,7 @@ class RPNHead(nn.Module):
 
 
 class ProposalGenerator(nn.Module):
-    """The RPN's layers and one cell's anchors, float32 [A, 4]."""
+    """The RPN's layers and the anchors of one cell (float32 [A, 4])."""
 
     cell_anchors: Tensor
 
@@ -216,7 +228,7 @@ class HeadOutputs:
 
 
 class AttributeHead(nn.Module):
-    """A base class with bottom-up attention's attribute head, which predicts attributes from features and class."""
+    """Base class that adds an attribute head, which predicts attributes from a region's features and object class."""
 
     def add_attributes(self, config: FasterRCNNConfig) -> None:
         if not config.num_attributes:
@@ -232,7 +244,10 @@ class AttributeHead(nn.Module):
         self.cls_embedding = self.fc_attr = self.attr_score = None
 
     def attribute_logits(self, features: Tensor, labels: Tensor) -> Tensor | None:
-        """Return logits [K, number of attributes + 1] for features [K, D] and classes [K], or None without a head."""
+        """Return attribute logits [K, number of attributes + 1], or None if there is no attribute head.
+
+        `features` is [K, D], and `labels` [K] has the class of each box.
+        """
         if self.cls_embedding is None or self.fc_attr is None or self.attr_score is None:
             return None
         embedded = self.cls_embedding(labels)
@@ -240,7 +255,7 @@ class AttributeHead(nn.Module):
 
 
 class BoxPredictor(AttributeHead):
-    """The heads, which predict classes, a box for each class, and attributes given the most probable class."""
+    """The class, box and attribute heads. The attribute head is given the most probable class."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -269,7 +284,7 @@ class RoIHeads(nn.Module):
 
 
 class FasterRCNN(nn.Module):
-    """The Faster R-CNN. Its state dict has detectron2's names, so that published files load by name."""
+    """Faster R-CNN. Its state dict uses detectron2's parameter names."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -287,7 +302,10 @@ class FasterRCNN(nn.Module):
             return cls(config).eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] of C4 maps [N, channels, h, w]."""
+        """Apply the RPN's layers to C4 maps [N, channels, h, w].
+
+        Returns objectness logits [N, A, h, w] and box deltas [N, 4A, h, w].
+        """
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
@@ -301,8 +319,7 @@ class FasterRCNN(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each image's proposals [P, 4] (xyxy, input pixels) and their logits [P], best first.
 
-        Boxes that are not finite or have no area inside the image are dropped. With a GPU, the CPU waits for it once
-        for all images, and once per image in torchvision's nms.
+        Boxes that are not finite or have no area inside the image are dropped.
 
         Args:
             logits: Objectness logits [N, A, h, w].
@@ -340,7 +357,10 @@ class FasterRCNN(nn.Module):
         return boxes, scores
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
-        """Pool C4 maps at rois [K, 5] (map index, xyxy in input pixels) to [K, channels, pool_size, pool_size]."""
+        """Pool boxes from C4 maps to [K, channels, pool_size, pool_size].
+
+        `rois` is [K, 5]: the index of a map, and xyxy in input pixels.
+        """
         size = self.config.pool_size
         if self.config.roi_op == "pool":
             with torch.autocast(c4.device.type, enabled=False):  # half precision would move the bins
@@ -349,16 +369,16 @@ class FasterRCNN(nn.Module):
         return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Return the features [sum of K, D] of all boxes: each is the mean of res5's output map.
+        """Return the features of all boxes, [total number of boxes, D]. Each is the mean of the box's res5 map.
 
-        `boxes` has the boxes [K, 4] in input pixels for each C4 map.
+        `boxes` has one tensor [K, 4], in input pixels, for each C4 map.
         """
         res5 = self.roi_heads.res5
         features = [res5(pooled).mean(dim=(2, 3), dtype=torch.float32) for pooled in self._pool_chunks(c4, boxes)]
         return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
 
     def _pool_chunks(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the pooled boxes in chunks [k, channels, pool_size, pool_size], in the dtype of res5."""
+        """Pool all boxes, and yield them in chunks [k, channels, pool_size, pool_size] of res5's dtype."""
         dtype = next(self.roi_heads.res5.parameters()).dtype
         chunk_size = self.rois_at_a_time
         if chunk_size and c4.device.type == "cpu" and self.config.roi_op == "pool":
@@ -376,9 +396,10 @@ class FasterRCNN(nn.Module):
         return self.roi_heads.box_predictor(features)
 
     def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Return proposals [K, 4] moved by the deltas [K, C, 4] of their classes, labels [K], and clipped to the image.
+        """Return each proposal moved by the deltas of its class and clipped to the image.
 
-        Boxes are xyxy in input pixels. A clipped box may have no area.
+        `proposals` and the result are [K, 4], xyxy in input pixels. `deltas` is [K, C, 4], and `labels` [K] has the
+        class of each proposal. A clipped box may have no area.
         """
         extra = self.config.box_arithmetic == "plus_one"
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
@@ -386,10 +407,11 @@ class FasterRCNN(nn.Module):
         return clip_boxes(moved, height - extra, width - extra)
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
-        """Return a faster copy, equal up to rounding: norms are folded into convolutions, and memory is channels last.
+        """Return a faster copy of the network, with the same outputs up to rounding.
 
-        With precision `bf16-res5`, res5 (nine tenths of the computation) is in bfloat16. Backbone and RPN stay in
-        float32, because bfloat16 would change the proposals. rois_at_a_time is res5's batch size, which limits memory.
+        Norms are folded into the convolutions, and memory is channels last. With precision `bf16-res5`, res5 (nine
+        tenths of the computation) runs in bfloat16. The backbone and the RPN stay in float32, because bfloat16 would
+        change the proposals. `rois_at_a_time` is the number of boxes that res5 processes at once.
         """
         network = copy.deepcopy(self).eval().requires_grad_(False)
         fold_norms(network)

@@ -1,8 +1,8 @@
 """Reader of other projects' feature files, which have a row of boxes and features per image.
 
-The formats are TSV, JSON, .npz, LMDB and HDF5. A row maps our field names (`FIELDS`) to the format's values: text,
-base64 of little-endian numbers, plain numbers or arrays. detectors/imported.py makes Regions of them. The files are
-untrusted: storage/pickles.py reads pickled values, and links to other files are not followed.
+The formats are TSV, JSON, .npz, LMDB and HDF5. A row is read as a dict from our field names (`FIELDS`) to values as the
+file stores them: text, base64 of little-endian numbers, numbers or arrays. detectors/imported.py converts the values.
+The files are untrusted: storage/pickles.py reads pickled values, and links to other files are not followed.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class FeatureFile:
     """Function that returns the fields of a row, with names and values as in the file."""
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return a row's fields by our names. Raises ValueError if it is unusable; the message has no file name."""
+        """Return a row's fields by our field names. Raises ValueError if the row is unusable."""
         fields: dict[str, Any] = {}
         try:
             for name, value in self.fields(row):
@@ -79,12 +79,12 @@ class FeatureFile:
         return fields
 
     def location(self, row: int) -> str:
-        """Return `FILE: IMAGE` as a row's name in messages, without the folder, because messages are stored."""
+        """Return `FILE: IMAGE`, which names a row in messages. The folder is omitted, because messages are stored."""
         return printable(f"{self.path.name}: {self.names[row]}")
 
 
 def stem_of(name: str) -> str:
-    """Return the last component of a path without its extension, if that is of an image, JSON or .npz file."""
+    """Return the last component of a path, without the extension of an image, JSON or .npz file."""
     return _EXTENSION.sub("", name.rsplit("/", 1)[-1])
 
 
@@ -144,7 +144,7 @@ def _open_tsv(path: Path) -> FeatureFile:
 
 
 def _open_members(path: Path) -> FeatureFile:
-    """Open a folder or zip with a JSON (VL-BERT) or .npz file (bottom-up-attention.pytorch) per image, or one .npz."""
+    """Open a folder or zip with one JSON or .npz file per image, or a single .npz file."""
     if path.is_dir():
         members = sorted(entry.name for entry in os.scandir(path))
     elif path.suffix == ".npz":
@@ -173,7 +173,7 @@ def _open_members(path: Path) -> FeatureFile:
         else:
             _check_length(archive.getinfo(name).file_size)
             data = archive.read(name)
-        if name.endswith(".json"):
+        if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             _check_length(sum(member.file_size for member in arrays.zip.infolist()))
@@ -192,7 +192,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     @contextlib.contextmanager
     def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Context manager that opens the database, in under 1 ms. A process may have it open only once at a time."""
+        """Context manager that opens the database (under 1 ms). A process may open it only once at a time."""
         options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
         try:
             with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:

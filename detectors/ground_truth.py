@@ -51,7 +51,7 @@ class GroundTruth:
 
     @property
     def hash(self) -> str:
-        """16 hex digits of a hash of image ids and sizes, objects and names. Folders and pixels do not change it."""
+        """Hash (16 hex digits) of the image ids and sizes, objects and names, but not of folders or pixels."""
         digest = hashlib.sha256(json.dumps([self.classes, self.attribute_names]).encode())
         for split in (self.train, self.held_out):
             digest.update(f"{len(split)} images".encode())
@@ -105,7 +105,7 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
 def _read_coco(
     file: Path, classes: Names | None, attributes: Names, counts: Counter[str]
 ) -> tuple[list[AnnotatedImage], Names]:
-    """Return the images, sorted by id, and the classes: the given ones or, if None, the categories sorted by id."""
+    """Return the images, sorted by id, and the classes: `classes` or, if None, the file's categories, sorted by id."""
     data, _ = read_coco(file)
     names = {category["id"]: category["name"] for category in data["categories"]}
     classes = classes or Names.from_lines([[name] for name in names.values()], f"{file}, categories by id")
@@ -126,7 +126,7 @@ def _read_coco(
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """Map the file name of each image to its path in the first folder that has it, and leave out absent images."""
+    """Return each image's path, by file name, in the first folder that has it. Absent images are left out."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"data.images: {folder} is not a folder")
@@ -136,7 +136,7 @@ def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> 
 
 
 def _label_image(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
-    """Return the image with its usable objects, or None if the file is unreadable. Add the others to `counts`."""
+    """Return the image with its usable objects, and count the unusable ones. Return None if the file is unreadable."""
     height, width = entry.height, entry.width
     if not height or not width:
         try:
@@ -182,7 +182,7 @@ def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Coun
 
 
 def _read_list(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
-    """Return the ids of the images in a list. Each line begins with a path, of which only the file name is compared."""
+    """Return the ids of the images that a file lists, one path per line. Only the paths' file names are compared."""
     ids: dict[str, list[str]] = {}
     for entry in annotated:
         ids.setdefault(Path(entry.file_name).name, []).append(entry.id)

@@ -142,7 +142,10 @@ class ImportedDetector:
 
 
 def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, location: str) -> Regions | str:
-    """Return regions scaled from `size` (width, height) to the sample and sorted by score, or `status: detail`."""
+    """Scale the regions of an image of `size` (width, height) to the sample's size, and sort them by score.
+
+    Returns `status: detail` if the proportions differ or no box has an area.
+    """
     width, height = size
     if not _same_shape(size, (sample.width, sample.height)):
         return (
@@ -161,7 +164,7 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, lo
 
 
 def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
-    """Return True if one factor scales `size` to `stored`, to within a pixel per side because sides are rounded."""
+    """Return True if both sizes have the same proportions, up to a rounding error of one pixel per side."""
     least = max((side - 1) / before for side, before in zip(stored, size, strict=True))
     most = min((side + 1) / before for side, before in zip(stored, size, strict=True))
     return least <= most
@@ -229,7 +232,7 @@ def _read_classes(
 
 
 def _read_integer(fields: Fields, name: str, least: int = 1) -> int:
-    """Return a field as an integer. Files may have it as text or as an array of one number."""
+    """Return a field as an integer of at least `least`. Files may store it as text or as an array of one number."""
     value = fields.get(name, "")
     scalar = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     try:
@@ -242,7 +245,7 @@ def _read_integer(fields: Fields, name: str, least: int = 1) -> int:
 
 
 def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
-    """Return a field as an array. Files may have it as an array or as base64 of little-endian numbers."""
+    """Return a field as an array. Files may store it as an array or as base64 of little-endian numbers."""
     value = fields.get(name)
     dtype = np.dtype(kind).newbyteorder("<")
     if isinstance(value, np.ndarray):
@@ -258,7 +261,7 @@ def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
 
 
 def _reshape_per_box(name: str, array: np.ndarray, count: int, columns: int | None = None) -> np.ndarray:
-    """Reshape an array to [count, columns]; None infers the columns. Raises ValueError if the size does not fit."""
+    """Reshape an array to [count, columns]. If `columns` is None, it is inferred. Raises ValueError if this fails."""
     width = columns or (array.size // count if count else 0)
     if array.size != count * width or (count and not width) or (array.ndim > 1 and len(array) != count):
         raise ValueError(f"has {name} of shape {array.shape}, which does not fit {count} boxes")
@@ -266,7 +269,7 @@ def _reshape_per_box(name: str, array: np.ndarray, count: int, columns: int | No
 
 
 def _read_fractions(fields: Fields, name: str, count: int, columns: int | None = None) -> np.ndarray:
-    """Return a field as float32 [count, columns] from 0 to 1. Values that rounding left slightly above 1 become 1."""
+    """Return a field of values from 0 to 1 as float32 [count, columns]. Rounding errors above 1 are clipped."""
     array = _reshape_per_box(name, _read_array(fields, name, np.float32), count, columns)
     if not ((array >= 0) & (array <= 1.001)).all():
         raise ValueError(f"has {name} that are not all from 0 to 1")

@@ -1,4 +1,4 @@
-"""The detector's five training losses, with the matching of anchors and regions to objects and their sampling.
+"""The detector's five training losses. Anchors and regions are matched to objects, and sampled.
 
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
@@ -43,7 +43,7 @@ class Example:
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
-    """Return the deltas [K, 4] that move boxes [K, 4] to targets [K, 4], times weights: the inverse of apply_deltas."""
+    """Return the deltas [K, 4] with which apply_deltas moves `boxes` [K, 4] to `targets` [K, 4]."""
     size, target_size = boxes[:, 2:] - boxes[:, :2], targets[:, 2:] - targets[:, :2]
     centre, target_centre = boxes[:, :2] + 0.5 * size, targets[:, :2] + 0.5 * target_size
     deltas = torch.cat([(target_centre - centre) / size, torch.log(target_size / size)], dim=1)
@@ -53,7 +53,7 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return each anchor's label, such as FOREGROUND, and the index of its object of highest IoU, both int64 [A]."""
+    """Return each anchor's label, such as FOREGROUND, and the index of the object with the highest IoU (int64 [A])."""
     iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
@@ -71,9 +71,9 @@ def match_anchors(
 
 
 def subsample(labels: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample up to `count` indices of `labels`, and return those of FOREGROUND and those of BACKGROUND.
+    """Sample up to `count` indices of `labels`, and return the indices of FOREGROUND and of BACKGROUND separately.
 
-    At most `count * foreground_share` are foreground.
+    At most `count * foreground_share` of them are foreground.
     """
     foreground = (labels == FOREGROUND).nonzero().flatten()
     background = (labels == BACKGROUND).nonzero().flatten()
@@ -144,7 +144,7 @@ class Losses(nn.Module):
     def _sample_regions(
         self, proposals: Tensor, example: Example, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int]:
-        """Return sampled regions [R, 4], foreground first, their objects' indices [R], and the number of foreground."""
+        """Return sampled regions [R, 4], foreground first, their object indices [R], and the foreground count."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)

@@ -34,7 +34,7 @@ class Names:
 
     @classmethod
     def from_lines(cls, lines: Sequence[Sequence[str]], source: str) -> "Names":
-        """Index the names on each line. Raises ValueError, beginning with `source`, if a name is on two lines."""
+        """Index the names on each line. Raises ValueError if a name is on two lines of `source`."""
         index: dict[str, int] = {}
         for number, synonyms in enumerate(lines):
             for name in filter(None, map(normalize_name, synonyms)):

@@ -32,7 +32,7 @@ def decode_bgr(data: bytes) -> np.ndarray:
 
 
 def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
-    """Return the factor that resizes the shorter side to short_side or, if it is less, the longer one to long_side."""
+    """Return the scale at which the shorter side is short_side, or less if the longer side would exceed long_side."""
     scale = config.short_side / min(height, width)
     long_side = max(height, width) * scale
     if config.resize == "caffe":
@@ -41,7 +41,10 @@ def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
 
 
 def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
-    """Return the network's input height and width. Halves are rounded up or, with `caffe`, to even, as in cv2."""
+    """Return the height and width to which an image is resized for the network.
+
+    Halves are rounded up or, with `caffe`, to the nearest even number, as in cv2.
+    """
     if config.resize == "caffe":
         scale = resize_scale(height, width, config)
         return max(1, round(height * scale)), max(1, round(width * scale))
@@ -56,7 +59,10 @@ def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int
 
 
 def resize(image_bgr: np.ndarray, config: FasterRCNNConfig) -> np.ndarray:
-    """Resize uint8 BGR pixels [height, width, 3] to [H, W, 3]: uint8 or, with `caffe`, float32 in 0 to 255."""
+    """Resize BGR pixels, uint8 [height, width, 3], to the network's input size [H, W, 3].
+
+    The result is uint8 or, with `caffe`, float32 from 0 to 255.
+    """
     sides = image_bgr.shape[:2]
     height, width = resized_size(*sides, config)
     if config.resize == "pil":
@@ -76,7 +82,10 @@ def _interpolate(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
 
 
 def to_input(resized_bgr: np.ndarray | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Subtract the channel means from BGR pixels 0..255, [H, W, 3] or [N, H, W, 3]; return float32 [N, 3, H, W]."""
+    """Return the network's input, float32 [N, 3, H, W]: the pixels minus the channel means.
+
+    `resized_bgr` is [H, W, 3] or [N, H, W, 3], from 0 to 255.
+    """
     if isinstance(resized_bgr, np.ndarray):
         resized_bgr = torch.from_numpy(np.array(resized_bgr, order="C"))
     pixels = resized_bgr.to(device)

@@ -17,9 +17,9 @@ from storage.digests import sha256_of
 def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
     """Rebuild a recorded detector on the CPU, and warn if its id differs from the recorded one.
 
-    `recorded` has the detector's `id` and `metadata`. `file` is its weight file, which only random weights do not need.
-    `source` names the model or run with the record, for messages. Raises ValueError if no network is recorded or the
-    weights differ.
+    `recorded` has the detector's `id` and `metadata`. `file` is its weight file, not needed if its weights are random.
+    `source` names the model or run that has the record, for messages. Raises ValueError if no network is recorded or
+    the weights differ.
     """
     recorded = recorded or {}
     metadata = recorded.get("metadata") or {}

@@ -105,7 +105,7 @@ class DetectorRecipe(RunSettings):
 
 
 def detector_vg_resnet101() -> DetectorRecipe:
-    """Train on 1600 classes and 400 attributes of Visual Genome, from an ImageNet ResNet-101, on 8 GPUs.
+    """Configure training on Visual Genome (1600 classes, 400 attributes), from an ImageNet ResNet-101, on 8 GPUs.
 
     After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their number of
     objects) on the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N
@@ -122,7 +122,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
 
 def detector_demo() -> DetectorRecipe:
-    """Train on the data of `make demo` from random weights, in about three minutes with one thread."""
+    """Configure training on the data of `make demo` from random weights: about three minutes with one thread."""
     # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign
     # keeps positions within cells of 16 pixels, while RoIPool rounds them; shapes are learned in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")

@@ -99,17 +99,18 @@ class NormedConv(nn.Conv2d):
     def folds(self) -> bool:
         """True if forward uses fold: after fold_norms, or if the norm is frozen and computed in half precision.
 
-        In float32, folding would round in another order than the published program. Exact zeros before a ReLU would
-        become nonzero, which changes gradients of single convolutions by a thousandth.
+        In float32, folding would round differently from the published code. Exact zeros before a ReLU would become
+        nonzero, which changes the gradients of some convolutions by a thousandth.
         """
         if isinstance(self.norm, FrozenNorm):
             return compute_dtype(self.weight).itemsize == 2
         return isinstance(self.norm, nn.Identity)
 
     def fold(self) -> tuple[Tensor, Tensor]:
-        """Return the weight and bias of a convolution that equals this one followed by its norm with fixed statistics.
+        """Return the weight and bias of a convolution that equals this one followed by its norm.
 
-        The gradient flows through the product of weight and norm, which is much smaller than the convolution's output.
+        The norm's statistics are fixed. The gradient passes through the folded weight, which is much smaller than the
+        convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):
@@ -143,7 +144,7 @@ def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _FusedConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + shortcut) in one kernel. The gradient takes the ReLU's mask from the result."""
+    """relu(conv(x) + bias + shortcut) in one kernel. The backward pass takes the ReLU's mask from the result."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
@@ -178,7 +179,7 @@ class _FusedConvReLU(torch.autograd.Function):
 def conv_relu(
     conv: NormedConv, x: Tensor, shortcut: Tensor | None = None, projection: NormedConv | None = None
 ) -> Tensor:
-    """Return relu(conv(x) + shortcut), or relu(conv(x) + projection(shortcut)); `conv` includes its norm."""
+    """Return relu(conv(x) + shortcut). If `projection` is given, it is applied to the shortcut first."""
     dtype = compute_dtype(conv.weight)
     if not _is_fused(conv, x, dtype):
         y, shortcut = conv(x), shortcut if projection is None else projection(shortcut)
@@ -233,7 +234,7 @@ class Bottleneck(nn.Module):
 
 
 def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
-    """Build the blocks of ResNet stage `number`, 2 to 5."""
+    """Build the blocks of ResNet stage `number` (2 to 5)."""
     bottleneck = config.width * 2 ** (number - 2)
     inputs = config.width if number == 2 else 2 * bottleneck
     outputs = 4 * bottleneck
@@ -246,10 +247,10 @@ def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 
 
 
 def _initialise(module: nn.Module, config: ResNetConfig) -> None:
-    """Initialise the convolutions by He's method (kaiming_normal_) with fan-out.
+    """Initialise the convolutions with He's method (kaiming_normal_, fan-out).
 
     Frozen norms do not renormalise, so each residual sum would double the variance. The last convolution of each block
-    is therefore scaled by 1/sqrt(number of blocks), which limits the growth over the whole network to e.
+    is therefore scaled by 1/sqrt(number of blocks). The variance then grows by at most a factor of e over the network.
     """
     for conv in module.modules():
         if isinstance(conv, NormedConv):
@@ -262,7 +263,7 @@ def _initialise(module: nn.Module, config: ResNetConfig) -> None:
 
 
 class ResNetC4(nn.Module):
-    """The backbone: stem, res2, res3 and res4, [N, 3, H, W] -> [N, 16w, H/16, W/16]."""
+    """The backbone (stem, res2, res3 and res4), which maps images [N, 3, H, W] to [N, 16w, H/16, W/16]."""
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
@@ -277,16 +278,17 @@ class ResNetC4(nn.Module):
         return self.res4(self.res3(self.res2(self.stem(images))))
 
     def freeze(self, stages: int) -> "ResNetC4":
-        """Freeze the first `stages` of (stem, res2, res3, res4) with freeze_module, and return the network."""
+        """Freeze the first `stages` parts (of stem, res2, res3 and res4) with freeze_module, and return self."""
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
             freeze_module(stage)
         return self
 
 
 class Res5(nn.Sequential):
-    """The last stage, for pooled regions: [K, 16w, S, S] -> [K, 32w, S, S], or half of S if it is not dilated.
+    """The last ResNet stage, applied to pooled regions [K, 16w, S, S].
 
-    Its parameters have the names of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
+    The output is [K, 32w, S, S] if the stage is dilated, else [K, 32w, S/2, S/2]. Parameters have the same names as in
+    detectron2's `roi_heads.res5`, such as `0.conv1.weight`.
     """
 
     def __init__(self, config: ResNetConfig):

@@ -1,7 +1,7 @@
 """RoIAlign with one sample per bin, as torchvision.ops.roi_align(sampling_ratio=1, aligned=False) computes it.
 
 A sample is a weighted sum of the four cells around it, computed by an embedding bag. For channels-last maps on a CPU,
-this takes a tenth of torchvision's time, mostly because the gradient keeps the layout.
+this takes a tenth of torchvision's time, mostly because the gradient stays channels last, too.
 Shape letters: K boxes, N maps, C channels, h w cells of a map, S samples per side.
 """
 
@@ -37,7 +37,7 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
 
 
 def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
-    """Return the samples [K * S * S, C] of rois [K, 5] from `flat`, the cells [cells, C] of all maps in `layout`."""
+    """Return the samples of all boxes, [K * S * S, C]. `flat` has the cells of all maps, [number of cells, C]."""
     number, x1, y1, x2, y2 = rois.unbind(1)
     first, height, width = layout[number.long()].unbind(1)
     down, rows = _neighbours(y1 * scale, y2 * scale, size, height[:, None])
@@ -49,7 +49,7 @@ def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float)
 
 
 def _make_layout(groups: Sequence[Tensor]) -> Tensor:
-    """Return (index of the first cell, height, width) of each map, int64 [N, 3]. Cells are counted over all maps."""
+    """Return the index of each map's first cell, counted over all maps, and its height and width: int64 [N, 3]."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:
         number, _, height, width = maps.shape
@@ -61,11 +61,11 @@ def _make_layout(groups: Sequence[Tensor]) -> Tensor:
 
 
 def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights and indices [K, S, 2] of the two cells on either side of each sample, along one axis.
+    """Return the weights and indices of the two cells next to each sample along one axis, both [K, S, 2].
 
-    Interval k has S samples between first[k] and last[k], in cells, and is made at least one cell long. `cells`, int64
-    [K, 1], is the map's number of cells along the axis. Samples before -1 or after `cells` are 0. Others outside the
-    map have the outermost cell's value.
+    Box k has S samples between first[k] and last[k], which are in cells. A box shorter than one cell is extended to one
+    cell. `cells`, int64 [K, 1], is the map's number of cells along the axis. The value of samples before -1 or after
+    `cells` is 0. Other samples outside the map have the outermost cell's value.
     """
     each = (last - first).clamp(min=1) / size
     numbers = torch.arange(size, dtype=first.dtype, device=first.device)

@@ -1,7 +1,7 @@
 """RoIPool on a CPU, channels last: bit-identical to torchvision.ops.roi_pool, in a third of its time.
 
-A bin is a rectangle of cells. The maxima of all windows of 1, 2, 4, ... by 1, 2, 4, ... cells are computed once per
-image. The maximum of a bin is then that of four windows, one at each of its corners, which may overlap.
+A bin is a rectangle of cells. The maxima of all windows whose height and width are powers of two are computed once per
+image. The maximum of a bin is then the maximum of four such windows, one in each of its corners. They may overlap.
 Shape letters: K boxes, C channels, h w cells of the map, S bins per side of a box, L M window heights and widths.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 def roi_pool_chunks(
     c4: Tensor, boxes: Tensor, size: int, scale: float, chunk_size: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield boxes [K, 4] (input pixels) pooled from a map [C, h, w], `chunk_size` at a time.
+    """Pool boxes from one map, and yield `chunk_size` boxes at a time: [k, C, S, S] of `dtype`, channels last.
 
-    A chunk is [k, C, S, S] of `dtype`, channels last. The map is rounded to `dtype` first, which gives the same result
-    as rounding the maxima. scale is cells per input pixel.
+    `c4` is [C, h, w], `boxes` is [K, 4] in input pixels, and `scale` is cells per input pixel. The map is rounded to
+    `dtype` before pooling, which gives the same result as rounding the maxima.
     """
     channels, height, width = c4.shape
     down = _compute_bins(boxes[:, 1], boxes[:, 3], size, scale, height)
@@ -47,8 +47,8 @@ def roi_pool_chunks(
 
 
 def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Return the start and end (exclusive) cells of each interval's `size` bins, int64 [K, S], rounded as in Caffe."""
-    first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()
+    """Divide each interval into `size` bins, and return their first and end (exclusive) cells, int64 [K, S]."""
+    first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()  # rounded as in Caffe
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)  # float32, as in Caffe
     starts, ends = (numbers * each).floor() + first[:, None], ((numbers + 1) * each).ceil() + first[:, None]
@@ -56,12 +56,12 @@ def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: i
 
 
 def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
-    """Return, for each bin, the exponent of the largest power of two that is at most its length, int64 [K, S]."""
+    """Return log2 of each bin's length, rounded down, int64 [K, S]."""
     return (bins[1] - bins[0]).clamp(min=1).double().log2().floor().long()
 
 
 def _window_maxima(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
-    """Return the maxima of windows of 1, 2, 4, ... 2^levels cells along an axis. Windows at its end are shorter."""
+    """Return the maxima of windows of 1, 2, 4, ..., 2^levels cells along an axis. The last windows are shorter."""
     windows = [cells]
     for level in range(levels):
         before, step = windows[-1], 2**level

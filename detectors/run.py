@@ -55,7 +55,7 @@ def stage_of(detector: Detector) -> str:
 
 
 def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
-    """Detect regions in one shard of `images` and commit them. Return False if another writer was first.
+    """Detect the regions of one image shard, and commit them as a new shard. Return False if another writer was first.
 
     The new shard has one row for each ok row of the images, with status ok or the reason why it has no regions. If no
     row is ok, the new shard has all rows with status `no_image`, so that it counts as finished.
@@ -108,7 +108,7 @@ def _detect_rows(catalog: Catalog, manifest: Manifest, detector: Detector) -> It
 
 
 def _add_regions(sample: Sample, regions: Regions | str) -> Sample | str:
-    """Return the sample with its regions, or the reason why there are none or they are invalid."""
+    """Return the sample with its regions, or the reason why it has no valid regions."""
     if isinstance(regions, str):
         return regions
     detected = dataclasses.replace(sample, regions=regions)
@@ -122,9 +122,9 @@ def _add_regions(sample: Sample, regions: Regions | str) -> Sample | str:
 def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], object] = print) -> int:
     """Detect regions in all pending shards, and return how many shards this process committed.
 
-    Returns only when no shard is pending. `say` gets a progress line after each shard of this process, and lines about
-    shards of other processes that this one waits for. Progress lines count the images and regions of this process, but
-    the shards of all processes.
+    Returns only when no shard is pending. `say` is called with a progress line after each shard of this process, and
+    with a line when this process waits for shards of other processes. Progress lines count the images and regions of
+    this process, but the finished shards of all processes.
     """
     if not catalog.shards(IMAGES):
         folder = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
@@ -166,7 +166,7 @@ def make_detector(config: DetectionConfig) -> Detector:
 
 
 def identify(config: DetectionConfig) -> str:
-    """Return the id of make_detector's detector without its network; the weight file is hashed, its header read."""
+    """Return the id of the detector that make_detector would make, without building a network or loading weights."""
     if config.backend in ("annotated", "imported"):
         return make_detector(config).id
     from detectors.detect import describe_detector  # here, as above

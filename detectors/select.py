@@ -1,4 +1,4 @@
-"""The 10-100 rule, which selects the regions of an image from its proposals.
+"""Selection of an image's regions from its proposals: the 10-100 rule, named after its default limits.
 
 NMS runs over all boxes once for each foreground class, ranked by the probability of the class. A box's confidence is
 its highest probability among the classes in which it survives. Boxes with a confidence above a threshold are kept, but
@@ -19,7 +19,7 @@ _LOWEST_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Settings of the 10-100 rule. The defaults are VL-BERT's; bottom-up attention has threshold 0.2, not `strict`."""
+    """Settings for selecting regions. Defaults are VL-BERT's; bottom-up attention uses threshold=0.2, strict=False."""
 
     __pydantic_config__ = FORM
 
@@ -44,17 +44,18 @@ class SelectionSettings:
 
 
 def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: SelectionSettings) -> np.ndarray:
-    """Apply the 10-100 rule to boxes [P, 4] (xyxy in stored pixels) with foreground probabilities [P, C].
+    """Return the indices of the selected boxes, int64 [K].
 
-    Returns the indices of the kept boxes, int64 [K]: in ascending order or, if minimum or maximum applies, most
-    confident first. Only probabilities above a floor are considered. The result is still exact: a box is suppressed
-    only by a more probable one of the same class, so probabilities below the floor change nothing above it.
+    `boxes` is [P, 4], xyxy in stored pixels, and `foreground_probs` is [P, C]. Indices are in ascending order or, if
+    the minimum or maximum applies, most confident first.
     """
     if not len(boxes):
         return np.zeros(0, np.int64)
     overlaps = find_overlaps(boxes.astype(np.float32), settings)
     probs = foreground_probs.astype(np.float32)
     wanted = min(settings.minimum, len(boxes))
+    # Only probabilities above a floor are considered. The result is still exact: a box is suppressed only by a more
+    # probable one of the same class, so probabilities below the floor change nothing above it.
     floor = settings.threshold
     confidence = surviving_confidence(overlaps, probs, floor)
     while floor > 0 and np.count_nonzero(_passes(confidence, floor, settings)) < wanted:
@@ -69,10 +70,9 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
 
 
 def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """Return each box's highest probability among classes in which it survives NMS, or 0 if below floor: float32 [P].
+    """Return each box's highest probability among the classes in which it survives NMS, float32 [P].
 
-    overlaps, bool [P, P], is from find_overlaps. All classes are processed together: step k handles the box of rank k
-    in each class.
+    Probabilities below `floor` count as 0. `overlaps`, bool [P, P], is from find_overlaps.
     """
     probs = probs[:, (probs >= floor).any(axis=0)]
     if not probs.size:
@@ -81,7 +81,7 @@ def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float =
     candidates = probs >= floor
     alive = np.ones(probs.shape, bool)
     columns = np.arange(probs.shape[1])
-    for boxes in order[: candidates.sum(axis=0).max()]:
+    for boxes in order[: candidates.sum(axis=0).max()]:  # step k handles the box of rank k in each class
         alive &= ~(overlaps[:, boxes] & alive[boxes, columns])
     return np.where(alive & candidates, probs, np.float32(0)).max(axis=1)
 
@@ -91,7 +91,7 @@ def _passes(confidence: np.ndarray, threshold: float, settings: SelectionSetting
 
 
 def find_overlaps(boxes: np.ndarray, settings: SelectionSettings) -> np.ndarray:
-    """Return which pairs of different boxes have an IoU above nms_threshold, bool [P, P]."""
+    """Return a bool array [P, P]: True for each pair of different boxes whose IoU is above nms_threshold."""
     x1, y1, x2, y2 = boxes.T
     extra = np.float32(settings.plus_one)
     area = (x2 - x1 + extra) * (y2 - y1 + extra)

@@ -188,7 +188,7 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
 
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
-    """Write the weights of step `done`, with frozen norms, for `vlbert detect`. Return a message about the file."""
+    """Write the weights after step `done` to a file for `vlbert detect`, and return a message about the file."""
     recipe, store, path = run.recipe, run.writer.store, f"runs/{run.recipe.run}/weights.safetensors"
     tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
@@ -270,7 +270,7 @@ def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
 
 
 def check_same(recipe: DetectorRecipe, saved: dict, checkpoint: str) -> None:
-    """Raise ValueError if a setting that affects results differs from the checkpoint's. Paths of files may differ."""
+    """Raise ValueError if a setting that affects results differs from the checkpoint's. File paths may differ."""
     fixed = {"network", "sampling", "optimizer", "frozen_stages", "precision"}
     fixed |= {"data.batch", "data.flip", "data.seed"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):

@@ -41,7 +41,7 @@ def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[D
 def validate(
     network: FasterRCNN, recipe: DetectorRecipe, images: list[LabelledImage], classes: tuple[str, ...], world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return the metrics over the images of all ranks, and the results of each class as a row.
+    """Return the metrics over the images of all ranks, and a row of results for each class.
 
     The metric `proposal_recall` is the share of objects that have an IoU of at least IOU_THRESHOLD with a proposal.
     """

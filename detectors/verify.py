@@ -25,7 +25,7 @@ _REGIONS = 15  # drawn regions per image: the most probable ones
 
 
 def read_sample(file: Path) -> Sample:
-    """Read an image file as the Sample that `vlbert collect` would store. Raises ValueError if that would reject it."""
+    """Read an image file as the Sample that `vlbert collect` would store. Raises ValueError if it would be rejected."""
     try:
         image = normalise(file.read_bytes(), ImageSettings())
     except Refused as error:
@@ -34,7 +34,7 @@ def read_sample(file: Path) -> Sample:
 
 
 def name_regions(regions: Regions, metadata: dict) -> list[str]:
-    """Return each region's attribute and class, such as "red car". Without names in the metadata, they are indices."""
+    """Return each region's attribute and class, such as "red car". If the metadata has no names, indices are used."""
     classes, attributes = metadata["classes"], metadata.get("attribute_names")
     class_names = [classes[label] if classes else f"class {label}" for label in regions.labels]
     if regions.attributes is None:
@@ -44,7 +44,7 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
 
 
 def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
-    """Detect an image's regions, print them, and draw them to a file in `folder`. Raises ValueError if it has none."""
+    """Print the regions of an image, and draw them to a file in `folder`. Raises ValueError if there are none."""
     sample = read_sample(file)
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):

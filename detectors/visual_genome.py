@@ -38,7 +38,7 @@ class AnnotatedImage:
 
 
 def attribute_indices(words: Any, names: Names, counts: Counter[str]) -> tuple[int, ...]:
-    """Return the ascending indices in `names` of an object's attributes, and add the unknown ones to `counts`."""
+    """Return the sorted indices in `names` of an object's attribute words. Unknown words are counted in `counts`."""
     if not names.first:
         return ()
     words = [normalize_name(word) for word in words if isinstance(word, str)] if isinstance(words, list) else []

@@ -44,7 +44,7 @@ MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model or checkpoint read from a folder. `model` has the tensors "vlbert.*" and "head.*", if they were read."""
+    """A model or checkpoint read from a folder. `model` has the tensors "vlbert.*" and "head.*", if loaded."""
 
     folder: Folder
     config: dict
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Content of state.json, such as step, seed and snapshots read. Empty for a model outside a run."""
+        """Content of state.json: the step, seed, snapshots and so on. Empty for a model outside a run."""
         return self.folder.state
 
     @property
@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def task_settings(self) -> dict:
-        """Settings of the task that the head was trained on, as a dict of fields. Converted models have them too."""
+        """Settings of the task that the head was trained on, as a dict of fields."""
         return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Resolve a path as given to open_checkpoint to a store and a folder in it. Raises ValueError if it names none."""
+    """Return the store and folder of the checkpoint or model at a path. Raises ValueError if the path names none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -181,7 +181,10 @@ def strip_paths(config: ModelConfig) -> ModelConfig:
 
 
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
-    """Read a checkpoint or, if `path` is "", the root's model. Raises ValueError if a file is missing or invalid."""
+    """Read a checkpoint or, if `path` is "", the model in the store's root folder.
+
+    Raises ValueError if a file is missing or invalid.
+    """
     folder = _open_checkpoint(store, path)
     config = _read_config(folder)
     if not folder.state:
@@ -212,7 +215,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
 
 
 def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
-    """Open the folder of a checkpoint or, if `path` is "", of a model. Raises ValueError if a file is missing."""
+    """Open a checkpoint's folder or, if `path` is "", the store's root folder. Raises ValueError if it has no model."""
     folder = open_folder(store, path) if path or store.exists(STATE) else Folder(store, path)
     for name in (CONFIG, MODEL):
         if not folder.has(name):
@@ -243,7 +246,7 @@ def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def check_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if an attribute in `task.saved` differs from the checkpoint's: outputs would change meaning."""
+    """Raise ValueError if attributes in `task.saved`, which define what outputs mean, differ from the checkpoint's."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
         if before is None or now == before:  # None: a converted model may lack the attribute
@@ -258,7 +261,10 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
-    """Return the checkpoint's vocabulary, else that in `file`. Raises ValueError if there is none, or sizes differ."""
+    """Return the checkpoint's vocabulary or, if it has none, the one in `file`.
+
+    Raises ValueError if there is no vocabulary, or if its size is not the checkpoint's.
+    """
     if checkpoint.vocabulary:
         return checkpoint.vocabulary
     if not file:

@@ -46,7 +46,7 @@ _USAGE = """usage: vlbert COMMAND ...
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. The exit status is 130 after Ctrl-C, and 141 if the output's reader has exited (`| head`)."""
+    """Run a command. The exit status is 130 after Ctrl-C, and 141 if a pipe (such as `| head`) is closed."""
     try:
         try:
             _run_command(arguments)
@@ -94,7 +94,7 @@ def _print_completion(arguments: list[str]) -> None:
     import tyro
 
     def add_subcommands(functions: Mapping[str, Callable[..., Any]]) -> Callable[[Any], None]:
-        """Return a function for tyro that takes one subcommand, the name of one of `functions`."""
+        """Return a function from which tyro makes a command with one subcommand for each of `functions`."""
         kinds = [Annotated[Any, tyro.conf.subcommand(name, constructor=make)] for name, make in functions.items()]
 
         def choose(chosen: Any) -> None:
@@ -104,7 +104,7 @@ def _print_completion(arguments: list[str]) -> None:
         return choose
 
     def add_fields(name: str, make: Callable[..., Any]) -> type:
-        """Return a dataclass with the parameters of `make` and the fields of the recipe that it returns."""
+        """Return a dataclass with the parameters of `make`, and the fields of the recipe that `make` returns."""
         recipe, hints, parameters = make(), get_type_hints(make), inspect.signature(make).parameters
         own = [(argument, hints[argument], parameter.default) for argument, parameter in parameters.items()]
         fields = ("fields", Annotated[type(recipe), tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]

@@ -47,7 +47,7 @@ class RegionConfig:
 
     @property
     def channels(self) -> int:
-        """Width D of a region's feature vector, whether end to end or precomputed."""
+        """Width D of a region's feature vector."""
         return self.resnet.res5_channels
 
     @property
@@ -154,12 +154,12 @@ class ModelConfig:
 
     @property
     def text_stream(self) -> "StreamSize":
-        """Sizes of the text layers (T) and of the joint layers (J)."""
+        """Size of the text layers and the joint layers (T and J in `layers`)."""
         return StreamSize(self.hidden_size, self.num_heads, self.intermediate_size)
 
     @property
     def regions_stream(self) -> "StreamSize":
-        """Sizes of the region layers (V)."""
+        """Size of the region layers (V in `layers`)."""
         return StreamSize(
             self.region_hidden_size or self.hidden_size,
             self.region_num_heads or self.num_heads,
@@ -168,11 +168,11 @@ class ModelConfig:
 
     @property
     def coattention(self) -> "StreamSize":
-        """Sizes of the co-attention layers (X). intermediate_size is 0: each stream has its own feed-forward width."""
+        """Size of the co-attention layers (X in `layers`). intermediate_size is 0: each stream uses its own."""
         return StreamSize(self.coattention_size or self.hidden_size, self.coattention_num_heads or self.num_heads, 0)
 
     def word_rows(self, vocab_size: int) -> int:
-        """Return the number of rows of the word table, including [IMG] and [END] if special_tokens is vocabulary."""
+        """Return the number of word embeddings, including [IMG] and [END] if special_tokens is "vocabulary"."""
         return vocab_size + (2 if self.special_tokens == "vocabulary" else 0)
 
 
@@ -219,13 +219,13 @@ class DataConfig:
 
     @property
     def dataset_names(self) -> list[str]:
-        """Names of the datasets to train on, sorted, because the order in which they are given has no meaning."""
+        """Names of the datasets to train on, in sorted order."""
         return sorted(self.datasets)
 
 
 @dataclass(frozen=True)
 class Recipe(RunSettings):
-    """Full configuration of a run. Functions of vlbert/recipes/ return one; the command line overrides its fields."""
+    """Full configuration of a run. Functions in vlbert/recipes/ make recipes; the command line can override fields."""
 
     task: Any  # settings of the task; their type selects the task (vlbert.tasks.make_task)
     model: ModelConfig = ModelConfig()  # architecture
@@ -262,7 +262,7 @@ _FREE |= {"regions.padding", "regions.weights", "regions.random_init"}
 
 
 def architecture(config: ModelConfig) -> dict[str, object]:
-    """Return the values, by dotted field name, that must be equal in two models that share weights."""
+    """Return the field values that two models must have in common to share weights, by dotted field name."""
     regions, coattention = config.regions_stream, config.coattention
     sizes = {  # the sizes in effect where a field is None
         "region_hidden_size": regions.hidden_size,

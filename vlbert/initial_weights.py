@@ -63,7 +63,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the vocabulary of the checkpoint, else recipe.vocabulary, else BERT's, else build one from captions."""
+    """Return the checkpoint's vocabulary, else recipe.vocabulary's, else BERT's, else one built from the captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
@@ -85,7 +85,7 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """Make the model with the weights of `resumed` or, in a new run, with the initial weights that the recipe names."""
+    """Make the model, with the weights of `resumed` or, in a new run, with the recipe's initial weights."""
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:

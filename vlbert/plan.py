@@ -81,7 +81,10 @@ PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour for a card, or
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
-    """Return the known pairs per second for the recipe's model and precision, or None. Batch and data may differ."""
+    """Return the known number of image-caption pairs per second, or None if it is unknown.
+
+    It was measured with the recipe's model and precision, but perhaps with another batch size or other data.
+    """
     if recipe.activation_checkpointing or recipe.compile:
         return None
     same = (name for name, other in all_recipes().items() if other.model == recipe.model)
@@ -102,7 +105,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
 
 
 def region_bytes(config: DetectionConfig, regions: float) -> float:
-    """Return the size in bytes of one image's `regions` in a shard, with features if the detector keeps them."""
+    """Return the bytes that `regions` regions of one image take in a shard, including features if they are kept."""
     network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
     size = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
     return regions * (size + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
@@ -138,7 +141,10 @@ class PlanSettings:
 
 
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
-    """Return the plan that --json prints. Raises ValueError if the recipe does not pre-train or suit the cards."""
+    """Return the plan, as --json prints it.
+
+    Raises ValueError if the recipe does not pre-train, or if its batch cannot be split evenly over the cards.
+    """
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {recipe.name} does not pre-train; give one of pretrain_*")
     check_shares(recipe.data, settings.cards)
@@ -181,7 +187,7 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
 
 
 def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[CaptionRow]]:
-    """Return the number of rows, and a random sample of up to `size` of them, the same in each call."""
+    """Return the number of rows, and a random sample of up to `size` rows. The random seed is fixed."""
     count, drawn, generator = 0, [], random.Random(0)
     for count, row in enumerate(rows, 1):
         if len(drawn) < size:
@@ -192,7 +198,7 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
 
 
 def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
-    """Download sampled rows. Returns the share that gives a distinct image, bytes per image, and rows per second."""
+    """Download sampled rows, and return the share with a distinct image, bytes per image, and rows per second."""
     distinct = list({row.key: row for row in rows if not row.status}.values())
 
     async def download(spool: Spool) -> list:
@@ -216,7 +222,7 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
-    """Return a stage's name, bytes, hours, euros, and source of the rate. Hours and euros are None without a rate."""
+    """Return a stage's name, bytes, hours, euros and source of the rate. If `rate` is None, so are hours and euros."""
     if rate is None:
         command = {"detect": "benchmarks.detect", "pre-train": "benchmarks.rehearsal"}[name]
         source, hours = f"no rate known for these settings; measure it: python -m {command}", None

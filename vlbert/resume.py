@@ -89,9 +89,10 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
 
 
 def find_complete(recipe: Recipe, processes: int) -> str | None:
-    """Return the message that `vlbert train` prints if the run is complete. Loads no tensors, but prunes checkpoints.
+    """Return the message that `vlbert train` prints if the run is complete, or None if steps are left.
 
-    Returns None if steps are left, or if there is any error, so that `vlbert train` can report it.
+    Returns None also if there is an error, so that `vlbert train` can report it. No tensors are loaded. Surplus
+    checkpoints of a complete run are deleted.
     """
     try:
         check_complete(recipe)
@@ -128,7 +129,7 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
 
 
 def _fields(recipe: dict) -> dict[str, object]:
-    """Return a recipe's values by dotted field name. All datasets are one field, because their names are values."""
+    """Return a recipe's values by dotted field name. All datasets and their weights are a single field."""
     datasets = sorted(recipe["data"]["datasets"].items())
     weights = {name: None if weight is None or len(datasets) == 1 else float(weight) for name, weight in datasets}
     return flat(recipe | {"data": recipe["data"] | {"datasets": " ".join(weight_texts(weights))}})
@@ -151,7 +152,7 @@ def open_data(
 ) -> OpenedData:
     """Open the data of a new run, or the data that the checkpoint of a resumed run records.
 
-    The vocabulary is taken from `start`, if given. Raises ValueError if examples or corpus have changed.
+    The vocabulary is taken from `start`, if given. Raises ValueError if the data of a resumed run has changed.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -185,7 +186,7 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Return the result of open_samples for each dataset, in order of name. Raises ValueError if detectors differ."""
+    """Return open_samples' result for each dataset, sorted by name. Raises ValueError if their detectors differ."""
     cache, opened = open_cache(store, config), []
     for name in config.dataset_names:
         before = saved_of(resumed, name) if resumed else None
@@ -196,7 +197,7 @@ def _open_datasets(
 
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
-    """Return the number of region classes, or 0 if unknown and not `needed`. Raises ValueError if datasets differ."""
+    """Return the number of region classes, common to all datasets, or 0 if it is unknown and not `needed`."""
     first_regions = [(pinned["dataset"], find_readable(samples).require_regions()) for samples, pinned in opened]
     known = needed or any(regions.class_probs is not None for _, regions in first_regions)
     classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in first_regions]
@@ -245,7 +246,7 @@ def _open_held_out(
 
 
 def saved_of(resumed: Checkpoint, dataset: str) -> dict:
-    """Return the entry of a dataset in a checkpoint's state.json: its stage, weight, snapshots, ..."""
+    """Return a dataset's entry in the checkpoint's state.json: its stage, weight, snapshots and so on."""
     return next(saved for saved in resumed.state["data"] if saved["dataset"] == dataset)
 
 

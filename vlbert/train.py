@@ -138,7 +138,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
     """Switch dataset `number` to its newest snapshot from sample `boundary` on. Returns True if there was a newer one.
 
-    A newer snapshot has new shards, or revised ones that gain rows requested again or lose withdrawn samples.
+    A newer snapshot has new shards, or revised shards (images were requested again, or samples were withdrawn).
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
@@ -201,7 +201,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
 
 
 def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
-    """Return the `id` and `metadata` of the detector that made a region stage. Without a manifest, metadata is None."""
+    """Return the `id` and `metadata` of the detector that made a region stage. Without shards, metadata is None."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None

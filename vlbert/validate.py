@@ -41,7 +41,7 @@ def predict_all(
     indexes: Sequence[int] | None = None,
     after: Callable[[int, Predicted], None] = lambda index, predicted: None,
 ) -> Predicted:
-    """Return the model's predictions for this rank's batches, all of them or only those at `indexes`.
+    """Return the model's predictions for this rank's batches, or only for the batches at `indexes`.
 
     `after` is called after each batch with the batch's index and predictions.
     """
@@ -108,10 +108,11 @@ def _metrics_and_missing(task: Task, rows: Sequence[dict], shuffled: Sequence[di
 
 
 def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:
-    """Return a task's metrics and, given `shuffled` predictions, `<name>_shuffled` and `<name>_grounding_gap` of each.
+    """Return a task's metrics and, if `shuffled` predictions are given, two more values for each metric.
 
-    `_shuffled` is the metric with the images of other examples. The gap is the difference: the part that is due to the
-    right image, not to biases in texts or images. Metrics `chance*` have neither: they do not depend on the image.
+    `<name>_shuffled` is the metric when each text has the image of another example. `<name>_grounding_gap` is the
+    difference: the part that is due to the right image, not to biases in texts or images. Metrics `chance*` have
+    neither, because they do not depend on the image.
     """
     metrics = task.metrics(rows)
     if shuffled:

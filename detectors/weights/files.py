@@ -26,10 +26,10 @@ _MISMATCH = "does not fit the network; check whether it is for another preset"
 
 
 def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
-    """Load all weights of a file into the network, and return their metadata for FasterRCNNDetector.
+    """Load all weights of a file into the network, and return the metadata that FasterRCNNDetector needs.
 
-    If the file has no attribute head, that of the network is removed. Anchors are optional. Raises ValueError, and
-    loads nothing, if a tensor is missing, unexpected or of a wrong shape. The message lists these tensors.
+    If the file has no attribute head, the network's is removed. The file may lack anchors. If any other tensor is
+    missing, unexpected or of the wrong shape, nothing is loaded, and a ValueError lists these tensors.
     """
     tensors, texts = read_safetensors(file)
     if tensors and all(name.startswith(RESNET) for name in tensors):
@@ -100,7 +100,7 @@ def read_config(file: Path) -> FasterRCNNConfig:
 
 
 def config_from_json(fields: Mapping[str, Any], source: str) -> FasterRCNNConfig:
-    """Make a FasterRCNNConfig from its dataclasses.asdict as JSON values. `source` begins error messages.
+    """Return the FasterRCNNConfig that was saved as JSON with dataclasses.asdict.
 
     Missing fields get their defaults, except for `resnet`, which is required. Raises ValueError if a field is invalid.
     """
@@ -136,8 +136,8 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     """Load the ResNet of a detector's weight file (`backbone.*`, `roi_heads.res5.*`) for VL-BERT's region features.
 
-    The batch counters of trainable norms become 0. Raises ValueError, and loads nothing, if a tensor is missing,
-    unexpected or of a wrong shape. The message lists these tensors.
+    The batch counters of trainable norms become 0. If a tensor is missing, unexpected or of the wrong shape, nothing is
+    loaded, and a ValueError lists these tensors.
     """
     # The stem's pooling is not checked: VL-BERT's authors pad it, but use weights that were trained without padding.
     check_resnet(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
@@ -153,7 +153,7 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
 def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
     """Raise ValueError if `config` differs from the file's ResNet in one of the fields `names`.
 
-    The file's tensors would fit, but compute something else. `setting` is the name of `config` on the command line.
+    The file's tensors would load, but give wrong results. `setting` is the name of `config` on the command line.
     """
     network = read_metadata(file)["network"]
     for name in names if network else ():
@@ -164,7 +164,7 @@ def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting
 
 
 def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return a message for each tensor that is missing or not in `expected`, or has a wrong shape, dtype or value."""
+    """Return a message for each tensor that is missing, unexpected, not finite, or of the wrong shape or dtype."""
     errors = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     errors += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
@@ -179,7 +179,7 @@ def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raise ValueError if tensors do not fit `expected`. After `message`, the error lists the first 20 of them."""
+    """Raise ValueError if tensors do not fit `expected`: `message`, followed by up to 20 of the errors."""
     if errors := find_tensor_errors(tensors, expected):
         more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
         raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

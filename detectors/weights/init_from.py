@@ -28,8 +28,8 @@ _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
     """Copy the weights of a file into the network, and return a message that lists the copied parts.
 
-    Raises ValueError if the ResNet does not fit completely. A detector's RPN is copied if its shapes and anchors equal
-    the network's, and its heads if their shapes, classes, attributes and box_weights do.
+    Raises ValueError if the ResNet does not fit completely. A detector's RPN is copied if it has the network's shapes
+    and anchors, and its heads if they have the network's shapes, classes, attributes and box_weights.
     """
     tensors, new = unwrap_names(read_tensors(file), file), set()
     if is_safetensors(file) and "layer1.0.conv1.weight" not in tensors:
@@ -53,7 +53,7 @@ def _select(tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> dict[s
 def _find_incompatible_parts(
     network: FasterRCNN, tensors: dict[str, Tensor], file: Path, classes: Sequence[str], attribute_names: Sequence[str]
 ) -> set[str]:
-    """Return which of RPN and HEADS do not fit the network's anchors, names or box weights.
+    """Return the parts (RPN, HEADS) that do not fit the network's anchors, names or box weights.
 
     Removes the anchors from `tensors`. Raises ValueError if the file's ResNet has other strides, dilation or pooling.
     """
@@ -75,7 +75,7 @@ def _find_incompatible_parts(
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:
-    """Convert names to ours and the stem to our input (BGR in 0..255 minus our mean). Border activations change."""
+    """Convert the names to ours, and the stem to our input: BGR from 0 to 255, minus our mean."""
     if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
         raise ValueError(
             f"{file} is not a torchvision ResNet (layer1..4 and fc); published weights must be converted first with "
@@ -88,7 +88,7 @@ def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Pat
             "set --network.resnet.no_stride_in_1x1 --network.resnet.stem_pool=torch"
         )
     renamed = {to_our_name(name, VLBERT): tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
-    # Scale each channel, then swap red and blue.
+    # Scale each channel, then swap red and blue. Border activations change: zero padding now stands for another mean.
     deviation = 255 * torch.tensor(_THEIR_DEVIATION)
     kernel = (renamed["backbone.stem.conv1.weight"] / deviation[None, :, None, None]).flip(1)
     renamed["backbone.stem.conv1.weight"] = kernel

@@ -37,14 +37,15 @@ def _move_first_to_end(rows: Tensor) -> Tensor:
 
 
 def _convert_deltas(rows: Tensor) -> Tensor:
-    """Drop the background from [4 (C + 1), ...], and multiply by the box weights, since our network divides by them."""
+    """Drop the background's deltas from [4 (C + 1), ...], and multiply the others by the box weights."""
     foreground = rows[4:]
+    # Multiplied, because our network divides by the box weights.
     weights = torch.tensor(_BOX_WEIGHTS).repeat(len(rows) // 4)[: len(foreground)]
     return foreground * weights.view(-1, *[1] * (rows.dim() - 1))
 
 
 def _merge_objectness(channels: Tensor) -> Tensor:
-    """Merge background and foreground channels [2 A, ...] to [A, ...]: their softmax becomes a sigmoid of one logit."""
+    """Convert softmax logits of background and foreground [2 A, ...] to sigmoid logits of foreground [A, ...]."""
     count = len(channels) // 2
     return channels[count : 2 * count] - channels[:count]
 
@@ -119,7 +120,7 @@ VLBERT = Release(
 
 
 def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
-    """Return the release of a file from the shapes of its tensors, by name. Raises ValueError if it is unknown."""
+    """Return the release to which a file belongs, given its tensors' shapes by name. Raises ValueError if unknown."""
     logits, deltas = (shapes.get(f"{_RPN}{part}.bias") for part in ("objectness_logits", "anchor_deltas"))
     if logits and deltas:
         return MILVLG if 2 * logits[0] == deltas[0] else AIRSPLAY  # two channels per anchor, or one
@@ -131,19 +132,19 @@ def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
 
 
 def caffe_cell_anchors() -> Tensor:
-    """Return Caffe's anchors of one cell, float32 [12, 4] xyxy, widths x2 - x1 + 1. Sizes vary faster than ratios."""
+    """Return Caffe's anchors of one cell, float32 [12, 4] xyxy, ordered by ratio and then by size."""
     boxes = []
     for ratio in (0.5, 1.0, 2.0):
         width = round(math.sqrt(16 * 16 / ratio))
         height = round(width * ratio)
         for scale in (4, 8, 16, 32):
-            x, y = (width * scale - 1) / 2, (height * scale - 1) / 2
+            x, y = (width * scale - 1) / 2, (height * scale - 1) / 2  # the width of a box is x2 - x1 + 1
             boxes.append((7.5 - x, 7.5 - y, 7.5 + x, 7.5 + y))
     return torch.tensor(boxes)
 
 
 def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
-    """Return the published network's configuration, with sizes taken from the tensors' shapes (by our names)."""
+    """Return the configuration of a published network. Its sizes are taken from the tensors' shapes, by our names."""
     standard = FasterRCNNConfig()
 
     def side(name: str, default: int, axis: int = 0) -> int:
@@ -178,7 +179,7 @@ class Converted:
 
 
 def convert(file: Path) -> Converted:
-    """Convert a published weight file. Raises ValueError with a list if tensors are missing, unexpected or unusable."""
+    """Convert a published weight file. A ValueError lists tensors that are missing, unexpected or unusable."""
     theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is already a weight file of this project; use it without conversion")
@@ -213,7 +214,7 @@ def convert(file: Path) -> Converted:
 
 
 def to_our_name(theirs: str, release: Release) -> str:
-    """Convert a tensor's name to ours, such as `layer2.0.bn1.weight` to `backbone.res3.0.conv1.norm.weight`."""
+    """Return our name of a tensor, such as `backbone.res3.0.conv1.norm.weight` for `layer2.0.bn1.weight`."""
     for old, new in release.names:
         match = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), theirs)
         if match:
@@ -222,7 +223,7 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return False for a norm's batch counter or a pixel statistic. Raises ValueError if a statistic is not ours."""
+    """Return False for batch counters and pixel statistics. Raises ValueError if the statistics differ from ours."""
     if name in _PIXEL_STATISTICS and not release.resnet_only:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):

@@ -92,7 +92,7 @@ def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Any], 
 
 
 def is_safetensors(file: Path) -> bool:
-    """Return True if a weight file begins as a safetensors file does."""
+    """Return True if a weight file starts like a safetensors file."""
     start = _read_start(file)
     return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size
 

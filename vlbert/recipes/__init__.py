@@ -4,7 +4,7 @@
 
     size      base, large, or demo: a small model that learns from the drawn scenes of `make demo`
     features  end_to_end: a Fast R-CNN is trained with the model; precomputed: vectors that the detector stored
-    variant   rules and numbers of the paper, or of its authors' program, where they differ
+    variant   whether to follow the paper or the authors' code where they differ
 
 The name of a recipe, and of its run, has all three: finetune_vqa_large_paper. The number of steps is epochs x examples
 / batch, with 3.3 M captions, 213 k questions of VCR, 444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
@@ -44,7 +44,7 @@ def all_recipes() -> dict[str, Recipe]:
 
 
 def print_recipes() -> None:
-    """Print the differences between VL-BERT's paper and published code, and each recipe's numbers, as tables."""
+    """Print two tables: the differences between VL-BERT's paper and published code, and each recipe's numbers."""
     rows = [
         (f"`{name}`", str(recipe.data.batch), f"{recipe.optimizer.learning_rate:g}", str(recipe.steps))
         for name, recipe in all_recipes().items()
@@ -56,6 +56,6 @@ main = Command("vlbert recipes", print_recipes)
 
 
 def _list_choices(kind: typing.Any) -> tuple:
-    """Return the allowed values of a type Literal[...], and None as well for Literal[...] | None."""
+    """Return the allowed values of a type Literal[...] or Literal[...] | None, including None for the latter."""
     inner = typing.get_args(kind)
     return (None, *typing.get_args(inner[0])) if type(None) in inner else inner

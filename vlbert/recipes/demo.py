@@ -54,7 +54,7 @@ def demo_model(model: Model, features: Features) -> ModelConfig:
 
 
 def pretrain(model: Model, features: Features, name: str) -> Recipe:
-    """Configure pre-training on the data of `make demo`. Needs detector weights: --model.regions.weights FILE."""
+    """Configure pre-training on the data of `make demo`. For end_to_end, set --model.regions.weights to a detector."""
     task = PretrainingSettings(
         words=WordMasking(probability=0.25),
         # Most chosen regions stay visible. From these, the encoder learns which appearance belongs to which class.
@@ -81,7 +81,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
 
 
 def _finetune(model: ModelConfig, task: Any, name: str, steps: int) -> Recipe:
-    """Configure fine-tuning on the images of the demo's tasks, with validation halfway and at the end."""
+    """Configure fine-tuning on the demo's data, with validation halfway and at the end."""
     return Recipe(
         name=name,
         task=task,

@@ -64,7 +64,7 @@ def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
 def finetune_retrieval_unicoder_vl(size: Size = "base") -> Recipe:
     """Configure fine-tuning on Flickr30k (paper 3.3): 10 epochs, 192 captions per step.
 
-    Each has 3 wrong captions and 3 wrong images.
+    Each caption is paired with 3 wrong images, and its image with 3 wrong captions.
     """
     # For COCO, set the fields that finetune_retrieval names.
     recipe = _finetune("retrieval", size, RetrievalSettings(caption_length=42, max_regions=100), 5e-5, 192)

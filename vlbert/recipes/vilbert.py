@@ -1,6 +1,6 @@
-"""Recipes of ViLBERT, as in its authors' first program, that of the paper (NeurIPS 2019).
+"""Recipes of ViLBERT, following the authors' original code release (NeurIPS 2019).
 
-Variant `multi_task` of pretrain_vilbert follows their second program (12-in-1) where the two differ.
+Variant `multi_task` of pretrain_vilbert follows their later release (12-in-1) where the two differ.
 """
 
 from dataclasses import replace
@@ -129,7 +129,7 @@ def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
 
 
 def finetune_retrieval_vilbert(size: Size = "base") -> Recipe:
-    """Configure fine-tuning on Flickr30k: 20 epochs, 64 captions per step, each in one right and three wrong pairs."""
+    """Configure fine-tuning on Flickr30k: 20 epochs, 64 matching and 192 mismatched pairs per step."""
     task = RetrievalSettings(caption_length=28, max_regions=100, loss="cross_entropy", wrong_captions=2, wrong_images=1)
     return _finetune("retrieval", size, task, 4e-5, 64)
 

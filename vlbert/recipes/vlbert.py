@@ -1,6 +1,7 @@
 """Recipes of VL-BERT.
 
-Variant `published` has the rules (vlbert/variants.py) and numbers of the authors' code, `paper` those of appendix A.2.
+Variant `published` follows the authors' code, and `paper` the paper, with the learning rates, batches and steps of its
+appendix A.2. vlbert/variants.py lists the other differences.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure pre-training for 250k steps (10 epochs) of 128 captions and 128 text-only rows.
 
-    For VQA, use precomputed features. Base takes 2 days on 16 V100 GPUs, or 30 hours on 4 with precomputed features.
-    Large takes 5.5 days on 16.
+    To fine-tune on VQA later, use precomputed features. Size base takes 2 days on 16 V100 GPUs, or 30 hours on 4 with
+    precomputed features. Size large takes 5.5 days on 16.
     """
     precomputed = features == "precomputed"
     name = _make_name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
@@ -60,11 +61,12 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
 def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure fine-tuning on VCR, end to end: 20 epochs, 64 questions (of four choices each) per step.
 
-    The optimizer is SGD, and its rate falls at the end of epochs 14 and 18. Variant paper has 256 triplets of question,
-    answer and image per step (4.2.1).
+    The optimizer is SGD, and its learning rate falls at the end of epochs 14 and 18. The 64 x 4 choices are the 256
+    triplets of question, answer and image in the paper (4.2.1).
 
     Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` joins them for
-    Q->AR and the leaderboard's file. The authors ran large on 4 GPUs and, with --data.gradient_accumulation 1, on 16.
+    Q->AR and the leaderboard's file. The authors trained size large on 4 GPUs or, without gradient accumulation
+    (--data.gradient_accumulation 1), on 16.
     """
     name = _make_name("finetune_vcr", size, "precomputed" * (features == "precomputed"), variant)
     if size == "demo":
@@ -94,9 +96,9 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
 def finetune_vqa(size: Size = "base", features: Features | None = None, variant: Variant = "published") -> Recipe:
     """Configure fine-tuning on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
 
-    Variant paper: 20 epochs, end to end (4.2.2 and A.2). The authors also trained on val2014, and so validated on
-    training data. To do the same: --task.train_on train2014 val2014 --data.held_out None --steps 12855
-    --validate_every 2571 --save_every 2571, and for variant paper --steps 51420.
+    Variant paper trains end to end for 20 epochs (4.2.2 and A.2). The authors also trained on val2014. To do the same,
+    without validation: --task.train_on train2014 val2014 --data.held_out None --steps 12855 --validate_every 2571
+    --save_every 2571, and for variant paper --steps 51420.
     """
     paper = variant == "paper"
     features = features or ("end_to_end" if paper or size == "demo" else "precomputed")
@@ -128,9 +130,9 @@ def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", var
 
     Variant paper: 256 expressions per step (4.2.3 and A.2).
 
-    For detected regions, with the ground truth added in training: --task.regions detected --task.adds_ground_truth. The
-    regions are those in the shards (data.detector) or, as in the paper's table, those in MAttNet's file in task.folder:
-    --task.detections FILE.
+    To use detected regions, with the ground truth added in training: --task.regions detected --task.adds_ground_truth.
+    The regions are taken from the shards (data.detector) or, as in the paper's table, from MAttNet's file in
+    task.folder: --task.detections FILE.
     """
     name = _make_name("finetune_refcoco", size, "precomputed" * (features == "precomputed"), variant)
     if size == "demo":
@@ -160,9 +162,10 @@ def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", var
 def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Features = "end_to_end") -> Recipe:
     """Configure fine-tuning on Flickr30k, end to end: 10 epochs, 192 captions per step.
 
-    Each caption has 3 wrong captions and 3 wrong images, as in Unicoder-VL. VL-BERT's authors did not try retrieval.
+    Each caption is paired with 3 wrong images, and its image with 3 wrong captions, as in Unicoder-VL. VL-BERT's
+    authors did not try retrieval.
 
-    COCO: --data.datasets coco --data.held_out coco --task.file dataset_coco.json --task.train_on train restval
+    For COCO: --data.datasets coco --data.held_out coco --task.file dataset_coco.json --task.train_on train restval
     --steps 29500 --optimizer.warmup_steps 2950 --validate_every 2950 --save_every 2950.
     """
     name = _make_name("finetune_retrieval", size, "precomputed" * (features == "precomputed"), "published")
@@ -193,9 +196,10 @@ def make_finetuning(  # noqa: PLR0913  what differs between the models
     epochs: int,
     precision: Literal["fp32", "bf16"],
 ) -> Recipe:
-    """Return a fine-tuning recipe for another model on VL-BERT's data, without gradient accumulation or BERT weights.
+    """Return a recipe that fine-tunes a model other than VL-BERT on the same data.
 
-    `optimizer` returns the optimizer's settings, given the number of steps per epoch.
+    It has no gradient accumulation and no BERT weights. `optimizer` returns the optimizer's settings, given the number
+    of steps per epoch.
     """
     name = f"finetune_{task_name}_{model}_{size}"
     if size == "demo":
@@ -219,7 +223,7 @@ def make_finetuning(  # noqa: PLR0913  what differs between the models
 
 
 def _make_name(recipe: str, size: str, features: str, variant: Variant) -> str:
-    """Return a recipe's name, given its parts. Raises ValueError for variant paper of the demo: there is none."""
+    """Return a recipe's name, given its parts. Raises ValueError for size demo with variant paper."""
     name = "_".join(filter(None, [recipe, size, features, "paper" * (variant == "paper")]))
     _refuse(size == "demo" and variant == "paper", name, "the demo has no variants")
     return name
