@@ -27,9 +27,9 @@ class TextInput:
     Attributes:
         tokens: int64 [t], WordPiece ids including special tokens.
         segments: int64 [t], 0 for the first sentence (A), 1 for the second (B). Regions have segment 2 (C).
-        token_region: int64 [t], the region whose visual feature embedding each token gets: index in ImageInput.boxes.
-        label_masks: bool [t] by name, True at tokens with a label. A label of the whole text is at its first token.
-        labels: arrays [m, ...] by name, labels of the m tokens that a mask marks.
+        token_region: int64 [t], index in ImageInput.boxes of the region whose visual feature embedding a token gets.
+        label_masks: for each name, bool [t], True at tokens with a label. The first token has labels of the whole text.
+        labels: for each name, an array [m, ...], labels of the m tokens that a mask marks.
     """
 
     tokens: np.ndarray
@@ -120,8 +120,8 @@ class Batch:
     """The N texts and P images of several examples as padded tensors.
 
     Only the masks distinguish real elements from padding. Models select elements of padded tensors with the index
-    tensors of the batch, because selection by a mask would make the CPU wait for the GPU. "Image order" is the order
-    of the groups in `pixels` and, within a group, of the rows.
+    tensors of the batch, because selection by a mask would make the CPU wait for the GPU. "Image order" is the order of
+    the groups in `pixels` and, within a group, of the rows.
 
     Attributes:
         keys, metadata: `key` and `metadata` of each example.
@@ -130,7 +130,7 @@ class Batch:
         boxes: float32 [N, R, 4], as in ImageInput.
         region_mask: bool [N, R], False in the padding and in rows without an image.
         region_masked, region_classes: bool and int64 [N, R], `masked` and `classes` of ImageInput.
-        pixels: a tensor, uint8 [p, 3, H, W], per group of images of similar shape; () with precomputed features.
+        pixels: for each group of images of similar shape, uint8 [p, 3, H, W]; () with precomputed features.
         image_sizes: int64 [P, 2], (width, height) of each image without padding.
         averaged_over: int64 [P], as in ImageInput, at least 1.
         covered, covered_mask: float32 [P, h, 4], as in ImageInput; bool [P, h], False in the padding.
@@ -140,8 +140,8 @@ class Batch:
         features: float [K, D], precomputed features of the real regions, in image order; [0, 0] if there are none.
         cells: float32 [K, S, S], ImageInput.cells of the real regions; [0, 0, 0] if no image has them.
         counted: int64 [n], rows of examples that are not placeholders. Placeholders have no labels.
-        labelled: int64 [M] for each label mask by name, index in [N * T] or [N * R] of each label, in row order.
-        labels: tensors [M, ...] by name, labels in row order.
+        labelled: for each label mask by name, int64 [M], index in [N * T] or [N * R] of each label, in row order.
+        labels: for each name, [M, ...], labels in row order.
         sizes: the numbers of elements, readable without waiting for the GPU.
         unreadable: examples that are missing from the batch because they could not be read.
     """
@@ -176,12 +176,12 @@ class Batch:
         return len(self.tokens)
 
     def image(self, number: int) -> Tensor:
-        """Return the pixels of the image with this index, without padding: uint8 [3, h, w]."""
+        """Return the pixels of image `number` without padding, uint8 [3, h, w]."""
         width, height = self.sizes.images[number]
         return [image for group in self.pixels for image in group][number][:, :height, :width]
 
     def of_real_regions(self, values: Tensor) -> Tensor:
-        """Select the values [K, ...] of the real regions from padded values [N, R, ...], once per image."""
+        """Select the values [K, ...] of the real regions, once per image, from padded values [N, R, ...]."""
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,10 @@ class Batch:
 
 
 def select(padded: Tensor, index: Tensor) -> Tensor:
-    """Select elements of `padded` [N, S, ...] by flat index (int64 [M], in N * S). Return them as [M, ...]."""
+    """Return elements of `padded` [N, S, ...] by flat index, as [M, ...].
+
+    `index` is int64 [M]. Element s of row n has the index n * S + s.
+    """
     return padded.flatten(0, 1).index_select(0, index)
 
 
@@ -304,8 +307,8 @@ def collate(
 def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
     """Return a batch in which each image of `batch` is paired with each text: P * len(texts) rows, in image order.
 
-    It has no labels, but the `keys` and `metadata` of `batch`, whose rows must all have an image. Each text is the
-    token ids of one sentence, int64 [t], including special tokens.
+    The new batch has the `keys` and `metadata` of `batch`, but no labels. All rows of `batch` must have an image. Each
+    text is the token ids of one sentence, int64 [t], including special tokens.
     """
     device, images = batch.tokens.device, len(batch.image_rows)
     tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
@@ -361,7 +364,7 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
-    """Return a tensor of the padded pixels of each group, uint8 [p, 3, H, W], or () if no image has pixels."""
+    """Pad the pixels of each group into one tensor, uint8 [p, 3, H, W]. Return () if no image has pixels."""
     count = sum(map(len, groups))
     groups_pixels = [[image.pixels for image in group if image.pixels is not None] for group in groups]
     missing = count - sum(map(len, groups_pixels))
@@ -400,7 +403,7 @@ def _pad(
 
 
 def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """Return the flat indices, int64 [M], of positions in rows of equal length: numbers[i] in row rows[i]."""
+    """Return the flat indices, int64 [M], of the elements numbers[i] of row rows[i] if rows have this length."""
     flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
     return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 

@@ -37,7 +37,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 
 
 def _encode_png(image: Image.Image) -> bytes:
-    """Encode an image as PNG. Raises ValueError if it is empty or too large, or if its mode would lose bits."""
+    """Encode an image as PNG. Raises ValueError if it is empty or too large, or if a conversion would lose bits."""
     width, height = image.size
     if not 0 < width * height <= IMAGES.max_pixels:  # before any of it is decoded
         raise ValueError(f"the image has {width} x {height} pixels; 1 to {IMAGES.max_pixels} are allowed")

@@ -71,8 +71,8 @@ class PreparedImage:
     def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
         """Return the ImageInput of the whole image and its first `count` regions. `more` sets other fields.
 
-        As in the published code, the remaining regions still have an effect: their pixels are masked if they are in
-        `masked` (bool [1 + r]), and otherwise the precomputed features of the whole image, a mean, include theirs.
+        As in the published code, the remaining regions still matter: `masked`, bool [1 + r], masks their pixels, too,
+        and the precomputed features of the whole image are the mean over all regions that are not masked.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked

@@ -60,7 +60,7 @@ def check_shares(config: DataConfig, world_size: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """A reader of one snapshot's samples as examples of the task."""
+    """A reader that turns the samples of one snapshot into examples of the task."""
 
     samples: Samples
     examples: Examples
@@ -70,12 +70,12 @@ class ExampleSource:
     stream: int  # CAPTIONS or VALIDATION of order.py, selects the random numbers
 
     def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
-        """Return an Example for each slot (epoch, example index), or Unreadable with the reason."""
+        """Return an Example for each slot (epoch, example index), or an Unreadable that says why it cannot be read."""
         samples = self.samples.samples([int(self.examples.samples[number]) for _, number in slots])
         return [self._example(sample, *slot, step) for sample, slot in zip(samples, slots, strict=True)]
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """Return the first readable example of these slots. Raises ValueError if the first MAX_UNREADABLE fail."""
+        """Return the first readable example of these slots. Raises ValueError if MAX_UNREADABLE cannot be read."""
         for tried, slot in enumerate(slots, 1):
             (result,) = self.read([slot], step=0)
             if isinstance(result, Example):

@@ -56,6 +56,9 @@ def mask_words(
 
 
 def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw regions to mask and regions to label: two bool [1 + count]. Row 0, the whole image, is never drawn."""
+    """Draw the regions to mask and the regions to label, each as bool [1 + count].
+
+    Row 0 is the whole image, which is never drawn.
+    """
     draws = np.concatenate([[1.0], rng.random(count)])
     return draws < rule.probability * rule.masked, (draws < rule.probability)

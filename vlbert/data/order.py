@@ -33,7 +33,7 @@ class SnapshotSpan:
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
         """Return the first sample from `start` to `stop` - 1 at which the next span may begin, or None.
 
-        The next span may begin only with an epoch, and at least `distance` samples after the first one of this span.
+        This span must have whole epochs: a multiple of the smallest number that has at least `distance` samples.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period

@@ -1,6 +1,6 @@
 """Functions that read and check the files of data sets.
 
-The modules vqa, vcr, refcoco and retrieval have the official scorers. They need neither images nor torch.
+The module of each data set (vqa, vcr, refcoco, retrieval) has its official scorer. It needs neither images nor torch.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """Return parse(entry) for each entry of a list in a file. Raises ValueError if that fails or there is no list."""
+    """Return parse(entry) for each entry. Raises ValueError if `entries` is not a list, or if `parse` fails."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
     parsed = []
@@ -107,7 +107,7 @@ def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
 
 
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
-    """Return the number of each image's sample, int64 [n]. Raises ValueError unless each is in exactly one sample."""
+    """Return the sample index of each image, int64 [n]. Raises ValueError unless it is in exactly one sample."""
     needed, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[image_name(url)].append(i)

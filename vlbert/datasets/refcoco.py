@@ -1,4 +1,4 @@
-"""RefCOCO+: reads its official files and scores predicted boxes. Errors name the file, the entry and the remedy."""
+"""The files of RefCOCO+, and the scoring of predicted boxes. Errors name the file, the entry and the remedy."""
 
 import json
 from collections import defaultdict
@@ -91,9 +91,9 @@ def score_choice(
 ) -> dict:
     """Return the columns of a prediction that chose row `chosen` of `boxes` [1 + r, 4], or no box if it is None.
 
-    box_xywh is the chosen box in the data set's format, or all 0. If `annotated`, the regions are the annotated
-    objects, and exact says whether the target object was chosen. If the target object is unknown, ground_truth, score,
-    iou, hit and exact are None.
+    box_xywh is the chosen box in the data set's format; it is all 0 if there is none. If `annotated`, the regions are
+    the annotated objects, and exact says whether the target object was chosen. If the target object is unknown,
+    ground_truth, score, iou, hit and exact are None.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]
     ground_truth = iou = hit = exact = None
@@ -136,7 +136,7 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
 
 
 def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
-    """Return predictions.json by name: a list of {sent_id, ref_id, box_xywh} for other scorers.
+    """Return the file predictions.json for other scorers: a list of {sent_id, ref_id, box_xywh}.
 
     There is no leaderboard. Raises ValueError unless each expression of the splits has exactly one row.
     """
@@ -209,7 +209,7 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """Read a pickle, even from Python 2, without running its code. Raises ValueError unless all values are plain."""
+    """Read a pickle, possibly from Python 2, without running any code. Raises ValueError if it needs code."""
     with open_task_file(file, "task.folder") as stream:
         data = stream.read()
     try:

@@ -18,7 +18,7 @@ RECALLS = (1, 5, 10)
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Retrieval ranks, int64. Each image has the rank of its best caption, each caption the rank of its image."""
+    """Ranks (int64): for each image, the rank of its best caption; for each caption, the rank of its image."""
 
     captions_of_image: np.ndarray
     image_of_caption: np.ndarray
@@ -68,7 +68,7 @@ def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) 
 def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
     """Read Karpathy's dataset_*.json, and return captions by split and image file.
 
-    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept. It may have none.
+    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept, or all if it is None.
     """
     splits = defaultdict(dict)
 

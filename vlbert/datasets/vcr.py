@@ -1,4 +1,4 @@
-"""VCR: reads its official files and scores predictions. Errors name the file, the line and the remedy."""
+"""The files, metrics and submission file of VCR. Errors name the file, the line and the remedy."""
 
 import csv
 import io
@@ -78,12 +78,12 @@ class Scene:
 
 
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
-    """Return which cells of a box [4] the object's polygons [corners, 2] cover: float32 [side, side], 0 or 1.
+    """Return a mask of the cells of a box that the object's polygons cover: float32 [side, side], 0 or 1.
 
     An object without polygons covers its whole box. Otherwise the mask is that of the published code, which used the
     function `polygon` of scikit-image: x2 and y2 belong to the box, a cell is covered if its upper left corner is, and
     corners outside the grid of cells are moved to its edge. As in scikit-image 0.16, the last row and column are not
-    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26).
+    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26). Polygons are [corners, 2].
     """
     if not polygons:
         return np.ones((side, side), np.float32)

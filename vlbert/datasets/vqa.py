@@ -1,4 +1,4 @@
-"""VQA 2.0: reads its official files and scores answers. Errors name the file, the entry and the remedy.
+"""The files, official accuracy and answer list of VQA 2.0. Errors name the file, the entry and the remedy.
 
 vlbert vqa-answers FOLDER OUT --splits train2014 val2014      writes the answer list
 """
@@ -190,7 +190,7 @@ def metrics(rows: Iterable[dict]) -> dict[str, float]:
 
 
 def read_questions(folder: Path, split: str) -> list[Question]:
-    """Read the questions of a split in the order of their file. Only test splits have no annotations."""
+    """Read the questions of a split in the order of their file. Those of test splits have no answers."""
     questions, *annotations = (folder / name for name in question_files(split))
     return join_questions(questions, annotations[0] if annotations else None, split)
 
@@ -221,7 +221,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
 
 
 def _answer_fields(row: dict) -> tuple[tuple[str, ...], str, str, str]:
-    """Return the last four fields of a Question from its annotation."""
+    """Return the last four fields of a Question, given its annotation."""
     # Interning saves memory, because most texts are repeated.
     answers = tuple(sys.intern(entry["answer"]) for entry in row["answers"])
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))

@@ -48,8 +48,8 @@ def make_examples(
     """Return the Examples of a split. `rows` are (annotation, name, image file, reason why it is invalid or "").
 
     Training (`split` is None) skips invalid examples. Evaluation keeps them, because every question must be answered.
-    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or unless each image is in
-    exactly one sample.
+    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if an image is in no
+    sample or in several.
     """
     training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in rows})
@@ -247,15 +247,15 @@ class Task(ABC):
     saved: tuple[str, ...] = ()
 
     def pretrained_parts(self, head: Any) -> Mapping[str, str]:
-        """Return the parts of this head that start as copies: its name -> the name in pre-training's head."""
+        """Return the parts of this head to copy from the pre-training head, as {name here: name there}."""
         return head.init_from if isinstance(head, Classifier) else {}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Convert pre-trained tensors, given by name, for `part` of this head. The default returns them unchanged."""
+        """Convert pre-trained tensors (name -> tensor) for `part` of this head. The default returns them unchanged."""
         return tensors
 
     def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
-        """Change the initial weights of a new run. `init_from` names the settings class of the run that made them."""
+        """Change the initial weights of a new run. `init_from` names the settings class of the run they come from."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 
@@ -267,19 +267,19 @@ class Task(ABC):
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        """Adapt the examples to a validation that uses only those at the indices `numbers`, int64 [n].
+        """Adapt the examples to a validation of only those at the indices `numbers`, int64 [n].
 
-        The default returns `examples`. If examples depend on each other, an override changes them but not their
+        The default returns `examples`. Tasks whose examples depend on each other override it, and must keep the
         indices.
         """
         return examples
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return the predictions of a split, given all dicts that `predict` returned, by default these dicts."""
+        """Turn all dicts that `predict` returned for a split into its predictions. By default, they are the same."""
         return list(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        """Return the files to submit to a leaderboard, by name. Raises ValueError if `rows` are not of whole splits."""
+        """Return the files to submit to a leaderboard, by name. Raises ValueError if `rows` are not whole splits."""
         return {}
 
     def annotation_for(self, text: str) -> Any:
@@ -291,7 +291,7 @@ class Task(ABC):
 
 
 def user_annotation(task: Task, text: str, **more: Any) -> Any:
-    """Call `task.annotation_for` with the non-empty values of `more`. Raises ValueError if it does not accept one."""
+    """Call `task.annotation_for` with the non-empty values of `more`. Raises ValueError if it has no such parameter."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
         raise ValueError(f"{type(task).__name__} takes no {min(unknown)}; leave it out")
@@ -299,7 +299,7 @@ def user_annotation(task: Task, text: str, **more: Any) -> Any:
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:
-    """Return (sum of `right`, M), an accuracy for Task.losses. `right` [M] is bool, or scores from 0 to 1."""
+    """Return the accuracy of M answers for Task.losses: (sum, M). `right` [M] is bool, or scores from 0 to 1."""
     return right.detach().sum(), len(right)
 
 

@@ -109,7 +109,7 @@ class Pretraining(Task):
         return [self._mismatch(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
 
     def _mismatch(self, example: Example, other: Example) -> Example:
-        """Return `example` with the image of `other`, and without labels that the settings exclude for such pairs."""
+        """Return `example` with another image and, unless `mismatched_labels` is set, only the label "related"."""
         mismatched = self.with_other_image(example, other)
         if mismatched is example or self.settings.mismatched_labels:
             return mismatched
@@ -138,7 +138,10 @@ class Pretraining(Task):
     def example(
         self, sample: Sample, image: PreparedImage, annotation: MaskedInput | None, rng: np.random.Generator
     ) -> Example:
-        """Return [CLS] caption [SEP] and the regions, partly masked. The labels are the original tokens and classes."""
+        """Return an example of [CLS] caption [SEP] and regions, partly masked.
+
+        The labels of masked elements are the original tokens and the detector's classes.
+        """
         all_regions = sample.require_regions()
         if all_regions.num_classes != self.num_classes:
             raise ValueError(
@@ -377,7 +380,7 @@ class Pretraining(Task):
 
 
 def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, regions: int) -> None:
-    """Raise ValueError unless all `tokens` were `kept` and the regions to mask are among the first `count`."""
+    """Raise ValueError if not all tokens of the question fit, or if it masks a region other than the first `count`."""
     if kept < tokens:
         raise ValueError(f"the text is too long: it has {tokens} tokens, but {kept} fit beside the image; shorten it")
     absent = [number for number in question.regions if not 1 <= number <= count]
@@ -387,7 +390,7 @@ def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, region
 
 
 def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return (position, *columns) of each label, grouped by row of `padded` [N, S]. `index`: int64 [M], in N * S."""
+    """Return (position, *columns) of each label, grouped by row of `padded` [N, S]. `index` [M] is their flat index."""
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     for position, *entry in zip(index.tolist(), *values, strict=True):

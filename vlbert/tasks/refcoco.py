@@ -176,7 +176,7 @@ class RefCOCO(Task):
         return head(select(encoded.regions, batch.labelled["candidate"]))[:, 0].float()
 
     def by_region(self, values: Tensor, batch: Batch, others: float) -> Tensor:
-        """Return the candidates' `values` [M] in a tensor for all regions [N, R], filled with `others`."""
+        """Return a tensor [N, R] with the `values` [M] of the candidates, and `others` for all other regions."""
         filled = values.new_full((batch.region_mask.numel(),), others)
         return filled.index_copy(0, batch.labelled["candidate"], values).view(batch.region_mask.shape)
 

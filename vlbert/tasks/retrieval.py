@@ -167,8 +167,8 @@ class Retrieval(Task):
         for which it is a wrong image. Pairs of the same image are not combined, because their captions are not wrong.
 
         Each row has three labels. `anchor` is the index of the pair that the row belongs to. `role` is 0 for the pair
-        itself, followed by one number for each wrong caption and each wrong image. `right` is 0, the right role, for
-        the pair itself, and empty for others.
+        itself and above 0 for its wrong captions and wrong images. `right` is the role to predict, 0, in the row of the
+        pair itself, and empty in others.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]
@@ -226,7 +226,7 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """Return a dict per image, with `scores` (float32 [candidates]) and HeldOutImage's fields for `assemble`."""
+        """Return a dict per image for `assemble`: `scores` (float32 [candidates]) and fields of HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
@@ -247,9 +247,9 @@ class Retrieval(Task):
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return one prediction per image. `question` is its file, `ground_truth` its own caption with the best score.
+        """Return one prediction per image. `question` is its file, `ground_truth` the best-scoring of its own captions.
 
-        `score` is the mean of 1 / caption_rank and the mean of 1 / image_ranks. More columns:
+        `score` is the mean of two values: 1 / caption_rank, and the mean of 1 / image_ranks. More columns:
 
         image, captions      file name and captions of the image
         caption_rank         rank, from 1, of the image's best caption among the captions of all images

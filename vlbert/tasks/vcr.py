@@ -103,10 +103,10 @@ class VCR(Task):
         return make_examples(settings, samples, split, rows)
 
     def annotation_for(self, text: str, choices: Sequence[str] = (), answer: str = "") -> Question:
-        """Return a user's question with four choices and, for rationales, the answer that they explain.
+        """Make a Question from a user's text, four choices and, for rationales, the answer that they explain.
 
-        Texts mention a sample's regions by their numbers, from 1: "Why is [1] near [2,3]?" A mention becomes the word
-        "object" with the region's visual feature embedding. Regions have no instance mask, so each fills its box.
+        Texts mention a sample's regions by number, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object"
+        with the region's visual feature embedding. Regions have no instance mask, so each fills its box.
         """
         return user_question(self.settings.subtask, text, choices, answer)
 
@@ -158,7 +158,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with the objects' boxes ([r, 4], in stored pixels) as regions. `rng` masks some of them."""
+        """Return the image with the objects' boxes [r, 4], in stored pixels, as regions. If given, `rng` masks some."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:

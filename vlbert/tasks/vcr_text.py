@@ -79,7 +79,7 @@ class Question:
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
         """Return the question's columns in a prediction, including `choices` and `label`.
 
-        `boxes` [r, 4] are those of the scene's objects, in stored pixels.
+        `boxes` [r, 4] are the boxes of the scene's objects in stored pixels.
         """
         return {
             "annot_id": self.item.annot_id,
@@ -117,7 +117,7 @@ def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask:
 
 
 def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: str) -> Question:
-    """Return a user's question. Texts mention regions by their numbers from 1, as in "[1]" or "[1,2]".
+    """Make a Question from a user's texts. They mention regions by number, from 1, as in "[1]" or "[1,2]".
 
     Raises ValueError if there are not four choices, if a text has no word or an invalid mention, or if `answer` does
     not fit the subtask: "rationale" needs one, and "answer" must have none.
@@ -164,7 +164,10 @@ def neutral_names(names: Sequence[str], first: int) -> list[str]:
 
 
 def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
-    """Tokenise a text. Mentioned objects become their `names`, joined by "and"; their tokens get region number + 1."""
+    """Tokenise a text, and return its tokens and the region that each of them names, or 0.
+
+    A mention becomes the `names` of its objects, joined by "and". The region is the object's number + 1.
+    """
     words = []
     for token in text:
         if isinstance(token, str):

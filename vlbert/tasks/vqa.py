@@ -72,12 +72,12 @@ class VQA(Task):
 
     @functools.cached_property
     def answers(self) -> list[str]:
-        """The answer that each class of the classifier stands for."""
+        """The answers, in the order of the classifier's classes."""
         return vqa.read_answers(self.folder / self.settings.answer_list, self.settings.answers)
 
     @functools.cached_property
     def class_of(self) -> dict[str, int]:
-        """Map from answer to class, the first one if several classes have the same answer."""
+        """The class of each answer: the first one, if several classes have the same answer."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
@@ -98,7 +98,7 @@ class VQA(Task):
         return invalid_reason(text, "question_length", self.settings.question_length, self.vocabulary)
 
     def annotation_for(self, text: str, answer: str = "") -> Question:
-        """Return a user's question. `answer` is the right answer, or "" if it is unknown."""
+        """Make a Question from a user's text. `answer` is the right answer, or "" if it is unknown."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the question {text[:60]!r} is invalid: {reason}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
