@@ -6,6 +6,7 @@ samples consumed. A run has one slot per example, numbered across all epochs. St
 and has weight zero; no other sample replaces it.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -217,12 +218,8 @@ class TrainingData(Dataset):
 
     def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
         """Return the first `count` readable examples of these slots, or all if there are fewer."""
-        examples: list[Example] = []
-        for slot in slots:
-            if len(examples) == count:
-                break
-            examples += _split_readable(self._read(step, [slot]))[0]
-        return examples
+        readable = (example for slot in slots for example in _split_readable(self._read(step, [slot]))[0])
+        return list(itertools.islice(readable, count))
 
     def _examples(
         self, step: int, pairs: list[Slot], following: list[Slot], texts: list[tuple[int, int]]

@@ -227,12 +227,10 @@ class Pretraining(Task):
             return tokens, regions
         text, boxes = len(tokens) + 2, regions + 1
         while text + boxes > self.settings.max_elements:
-            if boxes > text and boxes > 1:
+            if boxes > text or text == 2:
                 boxes -= 1
-            elif text > 2:
-                text -= 1
             else:
-                boxes -= 1
+                text -= 1
         return tokens[: text - 2], boxes - 1
 
     def head(self, config: ModelConfig) -> nn.Module:
