@@ -305,10 +305,10 @@ def collate(
 
 
 def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
-    """Return a batch in which each image of `batch` is paired with each text: P * len(texts) rows, in image order.
+    """Return a batch that pairs each image of `batch` with each text, in image order.
 
-    The new batch has the `keys` and `metadata` of `batch`, but no labels. All rows of `batch` must have an image. Each
-    text is the token ids of one sentence, int64 [t], including special tokens.
+    It has P * len(texts) rows, the `keys` and `metadata` of `batch`, and no labels. All rows of `batch` must have an
+    image. Each text is the token ids of one sentence, int64 [t], including special tokens.
     """
     device, images = batch.tokens.device, len(batch.image_rows)
     tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
@@ -355,7 +355,7 @@ def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
 
 
 def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of pixels of the first k images, padded to a common size, for k = 0, ..., len(sizes)."""
+    """Return how many pixels the first 0, 1, ..., n images take when padded to a common size."""
     areas, widest, highest = [0], 0, 0
     for count, (width, height) in enumerate(sizes, 1):
         widest, highest = max(widest, width), max(highest, height)
@@ -382,7 +382,7 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
 
 
 def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
-    """Concatenate the field `name` of all images. Return an empty tensor with `axes` axes if no image has it."""
+    """Concatenate a field of all images. Return an empty tensor with `axes` axes if no image has it."""
     arrays = [array for array in (getattr(p, name) for p in images) if array is not None]
     if not arrays:
         return torch.zeros((0,) * axes)
@@ -403,7 +403,7 @@ def _pad(
 
 
 def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """Return the flat indices, int64 [M], of the elements numbers[i] of row rows[i] if rows have this length."""
+    """Return the flat indices, int64 [M], of the elements numbers[i] of row rows[i]."""
     flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
     return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 

@@ -49,7 +49,7 @@ class SnapshotSpan:
 def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield the examples of `count` samples of a dataset, after the first `consumed` ones, in the order of training.
+    """Yield the examples of `count` samples of a dataset after the first `consumed`, in training order.
 
     There is one tuple per epoch: (index in `spans`, epoch, example indices as int64 [n]). For `chunk`, see
     storage.order.shuffled.

@@ -81,7 +81,7 @@ def open_samples(
 
 
 def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """Pin the committed shards as a snapshot, and return its id, or None if they are the same as in `before`.
+    """Pin the committed shards as a snapshot and return its id, or None if nothing is new since `before`.
 
     Also returns None if a shard of `before` is missing, which happens while a stage is being rebuilt.
     """

@@ -107,7 +107,7 @@ def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
 
 
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
-    """Return the sample index of each image, int64 [n]. Raises ValueError unless it is in exactly one sample."""
+    """Return the sample index of each image, int64 [n]. Raises ValueError unless each has exactly one sample."""
     needed, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[image_name(url)].append(i)

@@ -25,7 +25,7 @@ class Ranks:
 
 
 def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
-    """Return the ranks for `scores` [images, captions], higher is better. Caption i belongs to image image_of[i]."""
+    """Return the ranks for `scores` [images, captions] (higher is better). Caption i belongs to image image_of[i]."""
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
         raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")

@@ -188,10 +188,11 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
 
 
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the leaderboard's CSV file: one line of unrounded probabilities per item, in the order of the jsonl file.
+    """Return the leaderboard's CSV file, with one line of unrounded probabilities per item.
 
-    A row has an item's `split` and `annot_id`, and `probabilities`: those of the answers if `conditioned_on` is -1, or
-    else those of the rationales for that answer. Raises ValueError if an item of the splits lacks any of these rows.
+    Items are in the order of the jsonl file. A row has an item's `split` and `annot_id`, and `probabilities`: of the
+    answers if `conditioned_on` is -1, or else of the rationales for that answer. Raises ValueError if an item of the
+    splits lacks any of these rows.
     """
     given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
     check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")

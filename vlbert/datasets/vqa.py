@@ -155,7 +155,7 @@ def _check_annotation(row: dict) -> dict:
 
 
 def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
-    """Return the files for the evaluation server by name, one per split: JSON lists of {question_id, answer}.
+    """Return the evaluation server's files by name, one per split: JSON lists of {question_id, answer}.
 
     `rows` have split, question_id and answer. Raises ValueError unless each question of the splits has exactly one row.
     """

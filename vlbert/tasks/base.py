@@ -279,7 +279,7 @@ class Task(ABC):
         return list(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        """Return the files to submit to a leaderboard, by name. Raises ValueError if `rows` are not whole splits."""
+        """Return the files to submit to a leaderboard, by name. Raises ValueError if predictions are missing."""
         return {}
 
     def annotation_for(self, text: str) -> Any:
@@ -291,7 +291,7 @@ class Task(ABC):
 
 
 def user_annotation(task: Task, text: str, **more: Any) -> Any:
-    """Call `task.annotation_for` with the non-empty values of `more`. Raises ValueError if it has no such parameter."""
+    """Call `task.annotation_for` with the non-empty values of `more`. Raises ValueError for unknown parameters."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
         raise ValueError(f"{type(task).__name__} takes no {min(unknown)}; leave it out")

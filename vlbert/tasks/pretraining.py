@@ -378,7 +378,7 @@ class Pretraining(Task):
 
 
 def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, regions: int) -> None:
-    """Raise ValueError if not all tokens of the question fit, or if it masks a region other than the first `count`."""
+    """Raise ValueError if the question's text is too long, or if a region to mask is missing."""
     if kept < tokens:
         raise ValueError(f"the text is too long: it has {tokens} tokens, but {kept} fit beside the image; shorten it")
     absent = [number for number in question.regions if not 1 <= number <= count]
@@ -388,7 +388,10 @@ def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, region
 
 
 def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return (position, *columns) of each label, grouped by row of `padded` [N, S]. `index` [M] is their flat index."""
+    """Return (position, *columns) of each label, grouped by row of `padded` [N, S].
+
+    `index` is int64 [M], the flat index of each label in [N * S].
+    """
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     for position, *entry in zip(index.tolist(), *values, strict=True):

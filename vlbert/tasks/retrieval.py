@@ -300,7 +300,7 @@ class Retrieval(Task):
         return predictions
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return metrics of the ranks of images given a caption (image_*) and of captions given an image (caption_*).
+        """Return rank metrics: image_* rank the images for a caption, caption_* the captions for an image.
 
         r1, r5 and r10 are the fractions of ranks up to 1, 5 and 10. medr and meanr are the median and mean rank. Names
         that end in _fold are means over the folds. `chance` is image_r1 for random scores.

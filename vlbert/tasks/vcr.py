@@ -158,7 +158,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with the objects' boxes [r, 4], in stored pixels, as regions. If given, `rng` masks some."""
+        """Return the image with `boxes` ([r, 4], in stored pixels) as its regions. If given, `rng` masks some."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:
@@ -270,7 +270,7 @@ class VCRHead(nn.Module):
         self.score = Classifier(config, 1, settings.classifier, dropout, settings.classifier_width, inputs=pair_size)
 
     def scores(self, text: Tensor, regions: Tensor) -> Tensor:
-        """Return a score for each row, [N, 1], from the encoder's outputs for text [N, T, C] and regions [N, R, C']."""
+        """Return a score for each row, [N, 1]. `text` [N, T, C] and `regions` [N, R, C'] are the encoder's output."""
         return self.score(text[:, 0] if self.pooler is None else self.pooler(text, regions))
 
     def classes(self, regions: Tensor) -> Tensor:
