@@ -27,10 +27,9 @@ class TextInput:
     Attributes:
         tokens: int64 [t], WordPiece ids including special tokens.
         segments: int64 [t], 0 for the first sentence (A), 1 for the second (B). Regions have segment 2 (C).
-        token_region: int64 [t], index in ImageInput.boxes of the region whose visual feature embedding each token gets;
-            0 is the whole image.
-        label_masks: name -> bool [t], True at tokens with a label. A label of the whole text is at its first token.
-        labels: name -> [m, ...], labels of the m tokens that a mask marks. A batch concatenates them in row order.
+        token_region: int64 [t], index in ImageInput.boxes of the region whose visual feature embedding a token gets.
+        label_masks: for each name, bool [t], True at tokens with a label. The first token has labels of the whole text.
+        labels: for each name, an array [m, ...], labels of the m tokens that a mask marks.
     """
 
     tokens: np.ndarray
@@ -41,7 +40,7 @@ class TextInput:
 
     @classmethod
     def of_one_sentence(cls, tokens: Sequence[int] | np.ndarray, **labels: dict[str, np.ndarray]) -> "TextInput":
-        """Return the TextInput of one sentence; `token_region` is all 0. `labels` sets `label_masks` and `labels`."""
+        """Return the TextInput of one sentence. `label_masks` and `labels` may be given as keyword arguments."""
         zeros = np.zeros(len(tokens), np.int64)
         return cls(np.array(tokens, np.int64), segments=zeros, token_region=zeros, **labels)
 
@@ -52,15 +51,15 @@ class ImageInput:
 
     Attributes:
         boxes: float32 [r, 4], x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image.
-        masked: bool [r], True for regions that the model must not see; never for row 0.
+        masked: bool [r], True for regions that the model must not see; always False in row 0.
         size: (width, height) of the resized image.
         pixels: uint8 [3, h, w], RGB, resized; None with precomputed features.
-        covered: float32 [h, 4], more boxes whose pixels are masked, from regions that are not in `boxes`; may be None.
+        covered: float32 [h, 4], boxes of regions that are not in `boxes`, but whose pixels are masked; may be None.
         features: float [r, D], precomputed features, including row 0; None if the model computes them from pixels.
-        cells: float32 [r, S, S], fraction of each cell of a region's res5 features that its object covers; None: all.
+        cells: float32 [r, S, S], fraction of each cell of a region's res5 features that its object covers; may be None.
         classes: int64 [r], class of each region's object; None means 0. A model may have one [IMG] token per class.
-        averaged_over: divisor of the sum of the region vectors, in models that represent the whole image by their mean;
-            None means the number of regions.
+        averaged_over: for models that represent the whole image by the mean of its region vectors, the divisor of
+            their sum; None means the number of regions.
         label_masks, labels: as in TextInput, for regions instead of tokens.
     """
 
@@ -102,11 +101,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a batch as Python numbers. Reading them from tensors would make the host wait for the GPU.
+    """The sizes of a batch as Python numbers, which can be read without waiting for the GPU.
 
     Attributes:
         tokens, regions: number of tokens and of regions in each row.
-        labelled: name of a label mask -> number of labels in each row.
+        labelled: number of labels in each row, for each label mask by name.
         images: (width, height) of each image without padding.
     """
 
@@ -120,9 +119,9 @@ class Sizes:
 class Batch:
     """The N texts and P images of several examples as padded tensors.
 
-    Masks tell real elements from padding; no special value does. Models select elements of padded tensors with the
-    index tensors of the batch, because selection by a mask would make the host wait for the GPU. "Image order" is the
-    order of the groups in `pixels` and, within a group, of the rows.
+    Only the masks distinguish real elements from padding. Models select elements of padded tensors with the index
+    tensors of the batch, because selection by a mask would make the CPU wait for the GPU. "Image order" is the order of
+    the groups in `pixels` and, within a group, of the rows.
 
     Attributes:
         keys, metadata: `key` and `metadata` of each example.
@@ -131,7 +130,7 @@ class Batch:
         boxes: float32 [N, R, 4], as in ImageInput.
         region_mask: bool [N, R], False in the padding and in rows without an image.
         region_masked, region_classes: bool and int64 [N, R], `masked` and `classes` of ImageInput.
-        pixels: uint8 [p, 3, H, W] of each group of images of similar shape; () with precomputed features.
+        pixels: for each group of images of similar shape, uint8 [p, 3, H, W]; () with precomputed features.
         image_sizes: int64 [P, 2], (width, height) of each image without padding.
         averaged_over: int64 [P], as in ImageInput, at least 1.
         covered, covered_mask: float32 [P, h, 4], as in ImageInput; bool [P, h], False in the padding.
@@ -141,8 +140,8 @@ class Batch:
         features: float [K, D], precomputed features of the real regions, in image order; [0, 0] if there are none.
         cells: float32 [K, S, S], ImageInput.cells of the real regions; [0, 0, 0] if no image has them.
         counted: int64 [n], rows of examples that are not placeholders. Placeholders have no labels.
-        labelled: name of a label mask -> int64 [M], index in [N * T] or [N * R] of each label, in row order.
-        labels: name -> [M, ...], labels in row order.
+        labelled: for each label mask by name, int64 [M], index in [N * T] or [N * R] of each label, in row order.
+        labels: for each name, [M, ...], labels in row order.
         sizes: the numbers of elements, readable without waiting for the GPU.
         unreadable: examples that are missing from the batch because they could not be read.
     """
@@ -177,16 +176,16 @@ class Batch:
         return len(self.tokens)
 
     def image(self, number: int) -> Tensor:
-        """Return the pixels of the image with this index, without padding: uint8 [3, h, w]."""
+        """Return the pixels of image `number` without padding, uint8 [3, h, w]."""
         width, height = self.sizes.images[number]
         return [image for group in self.pixels for image in group][number][:, :height, :width]
 
     def of_real_regions(self, values: Tensor) -> Tensor:
-        """Select the values of all regions that are not padding, once per image: [N, R, ...] -> [K, ...]."""
+        """Select the values [K, ...] of the real regions, once per image, from padded values [N, R, ...]."""
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
-        """Return two int64 [K]: each real region's image, and the region's index in that image (0: the whole image)."""
+        """Return the image index and the region index (0: whole image) of each real region, both int64 [K]."""
         return self.real_regions // self.region_mask.shape[1], self.real_regions % self.region_mask.shape[1]
 
     def to(self, device: torch.device) -> "Batch":
@@ -209,14 +208,17 @@ class Batch:
 
 
 def select(padded: Tensor, index: Tensor) -> Tensor:
-    """Select M elements of padded rows [N, S, ...] by their indices in [N * S], int64 [M]: returns [M, ...]."""
+    """Return elements of `padded` [N, S, ...] by flat index, as [M, ...].
+
+    `index` is int64 [M]. Element s of row n has the index n * S + s.
+    """
     return padded.flatten(0, 1).index_select(0, index)
 
 
 def make_placeholder(example: Example) -> Example:
-    """Return a copy of an example without labels, for a batch that would otherwise be empty.
+    """Return a copy of an example without labels, to fill a batch that would otherwise be empty.
 
-    Without an image, the image network would have no gradient on this rank, which DDP refuses.
+    Every batch needs an image, because DDP expects a gradient of the image network from every rank.
     """
     return dataclasses.replace(
         example,
@@ -303,10 +305,10 @@ def collate(
 
 
 def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
-    """Pair each of the batch's P images with each text, and return a batch of P * len(texts) rows in image order.
+    """Return a batch that pairs each image of `batch` with each text, in image order.
 
-    The result has no labels, and its `keys` and `metadata` are those of the given batch, whose rows must all have an
-    image. Each text is int64 [t], the token ids of one sentence including special tokens.
+    It has P * len(texts) rows, the `keys` and `metadata` of `batch`, and no labels. All rows of `batch` must have an
+    image. Each text is the token ids of one sentence, int64 [t], including special tokens.
     """
     device, images = batch.tokens.device, len(batch.image_rows)
     tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
@@ -336,11 +338,12 @@ def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
 
 
 def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
-    """Split images, key -> (width, height), into two groups of keys, or one if two save less than 10 % of the pixels.
+    """Split images into one or two groups to be padded separately, and return the keys of each group.
 
-    Wide and tall images in one tensor are padded to squares. For 32 web photos, padding multiplies the number of pixels
-    by 1.8 in one group, by 1.16 in two and by 1.10 in three.
+    `images` has the (width, height) of each image by key. Two groups are made only if they save at least 10 % of the
+    pixels: wide and tall images in one tensor would be padded to squares.
     """
+    # For 32 web photos, padding multiplies the pixels by 1.8 in one group, by 1.16 in two and by 1.10 in three.
     in_order = list(images)
     by_shape = sorted(images, key=lambda key: images[key][0] - images[key][1])  # tall ones first
     sizes = [images[key] for key in by_shape]
@@ -352,7 +355,7 @@ def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
 
 
 def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of pixels of the first 0, 1, ..., len(sizes) images when padded to a common size."""
+    """Return how many pixels the first 0, 1, ..., n images take when padded to a common size."""
     areas, widest, highest = [0], 0, 0
     for count, (width, height) in enumerate(sizes, 1):
         widest, highest = max(widest, width), max(highest, height)
@@ -361,7 +364,7 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
-    """Pad each group's images at the right and bottom to one uint8 [p, 3, H, W]; () if no image has pixels."""
+    """Pad the pixels of each group into one tensor, uint8 [p, 3, H, W]. Return () if no image has pixels."""
     count = sum(map(len, groups))
     groups_pixels = [[image.pixels for image in group if image.pixels is not None] for group in groups]
     missing = count - sum(map(len, groups_pixels))
@@ -379,7 +382,7 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
 
 
 def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
-    """Concatenate the field `name` of all images. If all are None, return an empty tensor with this number of axes."""
+    """Concatenate a field of all images. Return an empty tensor with `axes` axes if no image has it."""
     arrays = [array for array in (getattr(p, name) for p in images) if array is not None]
     if not arrays:
         return torch.zeros((0,) * axes)
@@ -391,7 +394,7 @@ def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> T
 def _pad(
     arrays: Sequence[np.ndarray], rows: Sequence[int], n: int, length: int, like: np.ndarray | None = None
 ) -> Tensor:
-    """Return [n, length, ...] with arrays[i] at the start of row rows[i], and zeros elsewhere."""
+    """Return a tensor [n, length, ...] with arrays[i] at the start of row rows[i], and zeros elsewhere."""
     like = arrays[0] if len(arrays) or like is None else like
     padded = np.zeros((n, length, *like.shape[1:]), like.dtype)
     for row, array in zip(rows, arrays, strict=True):
@@ -400,7 +403,7 @@ def _pad(
 
 
 def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """Return the flat indices, int64 [M], of the elements numbers[i] in row rows[i], if each row has this length."""
+    """Return the flat indices, int64 [M], of the elements numbers[i] of row rows[i]."""
     flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
     return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 
@@ -408,7 +411,7 @@ def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: in
 def _label_indices(
     parts: Sequence[TextInput | ImageInput], rows: Sequence[int], length: int
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """Return the name of each label mask -> (flat indices of the elements that it marks, `length`)."""
+    """Return, for each label mask by name, the flat indices of the elements that it marks, and `length`."""
     return {
         name: (_flat_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
         for name in _common_names(parts, "label_masks")

@@ -1,4 +1,4 @@
-"""Geometry of boxes: float32 x1 y1 x2 y2 in pixels. Unless a function says otherwise, the width is x2 - x1."""
+"""Functions on boxes: float32 x1 y1 x2 y2 in pixels. Unless a function says otherwise, the width is x2 - x1."""
 
 import numpy as np
 import torch
@@ -7,11 +7,11 @@ from torchvision.ops import box_iou
 
 
 def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: bool) -> Tensor:
-    """Return the geometry embedding of boxes [K, 4] (paper 3.2, after Hu et al. 2018): [K, channels].
+    """Return the geometry embedding [K, channels] of boxes [K, 4] (paper 3.2, after Hu et al. 2018).
 
-    If `corners`, a box is the paper's (x1/W, y1/H, x2/W, y2/H), otherwise the authors' code's (xc/W, yc/H, w/W, h/H).
-    Each of the four numbers x becomes n = channels / 8 sines of 100 x / 1000^(i/n), i = 0, ..., n - 1, and then the n
-    cosines. The four results are concatenated. `sizes` [K, 2] is the (width, height) of each box's image.
+    If `corners`, four numbers describe a box as in the paper (x1/W, y1/H, x2/W, y2/H), otherwise as in the authors'
+    code (xc/W, yc/H, w/W, h/H). Each number x becomes the sines, then the cosines, of 100 x / 1000^(i/n) for
+    i = 0, ..., n - 1, where n = channels / 8. `sizes` [K, 2] is the (width, height) of each box's image.
     """
     if channels % 8:
         raise ValueError(f"the geometry embedding has {channels} channels; it needs a multiple of 8")
@@ -27,7 +27,10 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
 
 
 def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Return (x1/W, y1/H, x2/W, y2/H, fraction of the image's area) of boxes, as in ViLBERT and Unicoder-VL: [K, 5]."""
+    """Return the relative corners and area of boxes [K, 4], as in ViLBERT and Unicoder-VL.
+
+    The result is [K, 5]: x1/W, y1/H, x2/W, y2/H, and the box's fraction of the image's area.
+    """
     corners = boxes / sizes.to(boxes.dtype).repeat(1, 2)
     x1, y1, x2, y2 = boxes.unbind(dim=1)
     area = (x2 - x1) * (y2 - y1) / sizes.to(boxes.dtype).prod(dim=1)
@@ -35,15 +38,16 @@ def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
 
 
 def box_iou_with_borders(boxes: Tensor, others: Tensor) -> Tensor:
-    """Return the IoU, [n, m], of boxes [n, 4] and others [m, 4], all of which include the pixels at x2 and y2."""
+    """Return the IoU [n, m] of boxes [n, 4] and others [m, 4]. A box includes the pixels at x2 and y2."""
     boxes, others = (torch.cat([b[:, :2], b[:, 2:] + 1], dim=1) for b in (boxes, others))
     return box_iou(boxes, others)
 
 
 def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Tensor:
-    """Return which pixels are in masked boxes: boxes [P, R, 4], masked bool [P, R] -> bool [P, height, width].
+    """Return a mask of the pixels in masked boxes, bool [P, height, width].
 
-    A box includes every pixel that it touches: rows int(y1) to int(y2) and columns int(x1) to int(x2), both inclusive.
+    `boxes` is [P, R, 4], and `masked` is bool [P, R]. A box includes every pixel that it touches: rows int(y1) to
+    int(y2) and columns int(x1) to int(x2), both inclusive.
     """
     x1, y1, x2, y2 = boxes.to(torch.int64).unbind(dim=2)
     x, y = torch.arange(width, device=boxes.device), torch.arange(height, device=boxes.device)
@@ -56,7 +60,7 @@ def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Ten
 def flip_horizontally(boxes: np.ndarray, width: float) -> np.ndarray:
     """Mirror boxes [r, 4] left to right in an image of `width` pixels.
 
-    Column i becomes column width - 1 - i. A box contains the columns at both of its ends, as in `masked_pixels`.
+    Column i becomes column width - 1 - i. A box includes the columns at x1 and x2.
     """
     x1, y1, x2, y2 = boxes.T
     return np.stack([width - 1 - x2, y1, width - 1 - x1, y2], axis=1)

@@ -1,4 +1,4 @@
-"""Text-only corpora: `vlbert corpus` tokenises UTF-8 files of any size into one flat file of token ids."""
+"""Text-only corpora. `vlbert corpus` tokenises UTF-8 files of any size into one flat file of token ids."""
 
 import contextlib
 import hashlib
@@ -25,8 +25,8 @@ _LINES_AT_ONCE = 1000  # lines per call of the tokenizer, which uses all cores
 class TextCorpus:
     """A tokenised corpus: lines of token ids in one memory-mapped file, which all workers share.
 
-    Its folder has tokens.u16 (uint16, little-endian, the token ids of all lines in sequence), offsets.i64 (int64,
-    little-endian, [lines + 1], where each line starts) and corpus.json (version, vocabulary's hash, counts).
+    Its folder has tokens.u16 (the token ids of all lines in sequence, little-endian uint16), offsets.i64 (start of each
+    line, [lines + 1], little-endian int64), corpus.json (version, vocabulary's hash, counts) and vocab.txt.
     """
 
     def __init__(self, folder: str | Path, vocabulary: Vocabulary):
@@ -47,7 +47,7 @@ class TextCorpus:
         return len(self.offsets) - 1
 
     def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` token ids that follow the start of each of these lines: int64 [len(lines), length].
+        """Return the `length` token ids from the start of each line on, int64 [len(lines), length].
 
         A passage may continue into the next lines, and from the last line into the first. If the corpus has fewer than
         `length` tokens, passages are as long as the corpus.
@@ -62,7 +62,7 @@ class TextCorpus:
 
 
 def _open_corpus(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Return the content of corpus.json, the tokens and the offsets. Raises if a file is missing or truncated."""
+    """Return the content of corpus.json, the tokens and the offsets. Raises ValueError if a file is truncated."""
     file = folder / "corpus.json"
     metadata = parse_json(file.read_bytes(), str(file))
     arrays = []
@@ -78,8 +78,8 @@ def _open_corpus(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
 def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None) -> dict:
     """Tokenise texts into `folder` (see TextCorpus), one line per non-empty text. Return the content of corpus.json.
 
-    The folder changes only when all files are ready. Old files are replaced, not overwritten, because a training run
-    may have mapped them. Raises ValueError if the texts have no words.
+    The folder changes only when all files are ready. A training run that has mapped the old files can still read them.
+    `made_of` is stored in corpus.json. Raises ValueError if the texts have no words.
     """
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} tokens; the corpus format holds ids up to 65535")
@@ -99,12 +99,12 @@ def encode_corpus(texts: Iterable[str], vocabulary: Vocabulary, folder: Path, ma
         for file in new:
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
-            os.replace(file, folder / file.name)
+            os.replace(file, folder / file.name)  # not overwritten: a training run may have mapped the old file
     return metadata
 
 
 def _write_tokens(texts: Iterable[str], vocabulary: Vocabulary, file: Path) -> "array[int]":
-    """Write the tokens of all texts, and return the number of tokens of each non-empty text."""
+    """Write the token ids of all texts to a file, and return the number of tokens of each non-empty text."""
     lengths, texts = array("q"), iter(texts)
     with open(file, "wb") as out:
         while portion := list(itertools.islice(texts, _LINES_AT_ONCE)):
@@ -119,7 +119,7 @@ def make_corpus(
 ) -> dict:
     """Tokenise text files into the corpus `folder`, and return the content of corpus.json.
 
-    A folder that was made from the same bytes is not changed. Raises ValueError if a file is missing or not valid.
+    If the folder was made from the same files, it is not changed. Raises ValueError if a file is missing or not valid.
 
     Args:
         vocabulary: vocab.txt to use; None builds one of at most `size` tokens from `files` and `captions`.

@@ -14,7 +14,7 @@ _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """Return an image as datasets store it: upright JPEG, RGB or grey. Raises ValueError if it is not valid."""
+    """Read a user's image as datasets store it: an upright JPEG, RGB or grey. Raises ValueError if it is not valid."""
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):
@@ -37,7 +37,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 
 
 def _encode_png(image: Image.Image) -> bytes:
-    """Encode an image as PNG. Raises ValueError if it has no pixels or too many, or a mode that would lose bits."""
+    """Encode an image as PNG. Raises ValueError if it is empty or too large, or if a conversion would lose bits."""
     width, height = image.size
     if not 0 < width * height <= IMAGES.max_pixels:  # before any of it is decoded
         raise ValueError(f"the image has {width} x {height} pixels; 1 to {IMAGES.max_pixels} are allowed")

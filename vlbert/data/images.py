@@ -38,17 +38,17 @@ class PreparedImage:
     features: np.ndarray | None = None
 
     def place(self, boxes: np.ndarray) -> np.ndarray:
-        """Convert boxes [n, 4] from stored pixels to resized pixels, float32 [n, 4], clipped to the image."""
+        """Convert boxes [n, 4] from stored to resized pixels, and clip them to the image. Return float32 [n, 4]."""
         return _place(boxes, self.scale, self.flipped, *self.size)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
-        """Return a copy with boxes [n, 4], in stored pixels, added. Raises ValueError with precomputed features."""
+        """Return a copy with more boxes, [n, 4] in stored pixels. Raises ValueError if it has precomputed features."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
     def with_matched_features(self, boxes: np.ndarray, keep_unmatched: bool) -> "PreparedImage":
-        """Return the image with boxes [n, 4], in stored pixels, as its regions.
+        """Return a copy whose regions are these boxes, [n, 4] in stored pixels.
 
         Each box gets the precomputed features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first
         region if none overlaps. If `keep_unmatched`, regions that match no box are appended, up to the previous number
@@ -69,10 +69,10 @@ class PreparedImage:
         )
 
     def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
-        """Return the ImageInput of the whole image and the first `count` regions; `more` sets other fields of it.
+        """Return the ImageInput of the whole image and its first `count` regions. `more` sets other fields.
 
-        As in the published code, the remaining regions still matter: where `masked`, bool [1 + r], is True, their
-        pixels are masked, too, and the precomputed features of the whole image are the mean over all unmasked regions.
+        As in the published code, the remaining regions still matter: `masked`, bool [1 + r], masks their pixels, too,
+        and the precomputed features of the whole image are the mean over all regions that are not masked.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked
@@ -99,7 +99,7 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
     """Decode a sample's image, resize it (see `resized_size`), and mirror it if `flip` is True.
 
     With precomputed features, only the boxes are transformed and no image is decoded. Raises ValueError, with the
-    sample's key, if there are no regions or no matching features, or if the JPEG cannot be decoded.
+    sample's key, if it has no regions, if features are missing or of another size, or if the JPEG cannot be decoded.
     """
     regions = sample.require_regions()
     stored = (sample.width, sample.height)
@@ -150,8 +150,9 @@ def swap_sides(text: str) -> str:
 def resized_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
     """Return (height, width) after resizing the shorter side to `short_side`, or less to keep within `long_side`.
 
-    Sides are rounded down and at least 1, computed in integers because a floating-point quotient may lose a pixel.
+    Sides are rounded down, and are at least 1.
     """
+    # In integers, because a floating-point quotient may lose a pixel.
     short, long = min(height, width), max(height, width)
     if short_side * long > long_side * short:
         short_side = max(1, long_side * short // long)

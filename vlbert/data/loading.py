@@ -1,11 +1,12 @@
-"""Training and validation data. A batch depends on (seed, step) only, for any number of processes and workers.
+"""Training and validation data. A step's examples do not depend on the number of processes and workers.
 
 A checkpoint holds the whole state of the data: the datasets with weights and snapshots, the seed, and the number of
-samples consumed. The slots of a run, one per example, are numbered across all epochs. Step s takes the slots s*batch to
-(s+1)*batch - 1, and vlbert/data/order.py gives the example of each. If a sample cannot be read, its slot stays empty
+samples consumed. A run has one slot per example, numbered across all epochs. Step s takes the slots s*batch to
+(s+1)*batch - 1, and vlbert/data/order.py maps each slot to an example. If a sample cannot be read, its slot stays empty
 and has weight zero; no other sample replaces it.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,14 +33,15 @@ Slot = tuple[int, int, int, int]  # index of the dataset, index in its spans, ep
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
-    """Return a random generator for one example (sample key, question) in one epoch, the same in any process."""
+    """Return the random generator of an example (sample key, question) in an epoch. All processes get the same."""
     return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
 
 
 def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple[int, int, int, np.ndarray]]:
-    """Return (dataset's index, start, stop, positions in the batch, int64 [stop - start]) for each dataset of a step.
+    """Return (dataset index, start, stop, positions) for each dataset that has samples in a step.
 
-    The step uses samples `start` to `stop` - 1 of the dataset, counted from the beginning of the run.
+    The step uses the dataset's samples `start` to `stop` - 1, counted from the beginning of the run. `positions` are
+    their places in the batch, int64 [stop - start].
     """
     numbers, draws = interleaved(step * batch, batch, weights)
     positions = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
@@ -59,22 +61,22 @@ def check_shares(config: DataConfig, world_size: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """A reader of one snapshot's samples as examples of the task. `stream` selects its random numbers (order.py)."""
+    """A reader that turns the samples of one snapshot into examples of the task."""
 
     samples: Samples
     examples: Examples
     task: Task
     config: DataConfig
     regions: RegionConfig
-    stream: int
+    stream: int  # CAPTIONS or VALIDATION of order.py, selects the random numbers
 
     def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
-        """Return for each slot (epoch, index of the example) its Example, or the reason why it cannot be read."""
+        """Return an Example for each slot (epoch, example index), or an Unreadable that says why it cannot be read."""
         samples = self.samples.samples([int(self.examples.samples[number]) for _, number in slots])
         return [self._example(sample, *slot, step) for sample, slot in zip(samples, slots, strict=True)]
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """Return the first readable example of these slots. Raises ValueError after MAX_UNREADABLE unreadable ones."""
+        """Return the first readable example of these slots. Raises ValueError if MAX_UNREADABLE cannot be read."""
         for tried, slot in enumerate(slots, 1):
             (result,) = self.read([slot], step=0)
             if isinstance(result, Example):
@@ -101,7 +103,7 @@ class TrainingDataset:
     """A dataset of a run, with the snapshots that its epochs have used so far.
 
     Attributes:
-        samples, examples: those of the newest snapshot.
+        samples, examples: samples and examples of the newest snapshot.
         spans: the epochs of each snapshot, oldest first. By default, all epochs use `samples`.
         weight: share of the run's slots, relative to the other datasets.
         pinned: other values that a checkpoint records: `dataset`, `stage` and `random_init`.
@@ -118,7 +120,7 @@ class TrainingDataset:
 
 
 class TrainingData(Dataset):
-    """The training batches of this rank: data[step] is a list with one Batch per gradient accumulation part."""
+    """The training batches of this rank. data[step] is a list of one Batch per gradient accumulation part."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class TrainingData(Dataset):
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Return (dataset's index, sample) for each sample of a step from which its dataset may read new shards."""
+        """Return (dataset index, sample) for each sample of a step at which its dataset may switch snapshots."""
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
@@ -161,7 +163,7 @@ class TrainingData(Dataset):
     def switch_snapshot(
         self, number: int, samples: ShardSamples, examples: Examples, snapshot: str, boundary: int
     ) -> None:
-        """Switch dataset `number` to another snapshot, from sample `boundary` on, which must begin an epoch."""
+        """Switch dataset `number` to another snapshot from sample `boundary` on, where an epoch must begin."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
         dataset.samples, dataset.examples = samples, examples
@@ -175,7 +177,7 @@ class TrainingData(Dataset):
         return [collate(*part) for part in self.examples(index)]
 
     def examples(self, step: int) -> list[tuple[list[Example], list[Unreadable]]]:
-        """Return (examples, unreadable examples) for each batch of data[step]. Text-only examples come last."""
+        """Return this rank's (examples, unreadable examples) for each batch of a step. Text-only examples come last."""
         slots = self.slots(step)
         shares = self._shares(list(enumerate(slots)))
         pairs = [[slot for _, slot in share] for share in shares]
@@ -188,7 +190,7 @@ class TrainingData(Dataset):
         return parts_of_step(step, self.config.batch, self._weights)
 
     def slots(self, step: int) -> list[Slot]:
-        """Return the slots of a step on all ranks, in batch order."""
+        """Return the slots of a step on all ranks, in batch order. A slot identifies an example (see `Slot`)."""
         by_position: dict[int, Slot] = {}
         for number, start, stop, positions in self._parts_of(step):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
@@ -198,7 +200,7 @@ class TrainingData(Dataset):
         return [by_position[position] for position in range(self.config.batch)]
 
     def _shares(self, slots: list[Any]) -> list[list[Any]]:
-        """Split the slots of a step evenly, and return this rank's: one list per gradient accumulation part."""
+        """Split the slots of a step evenly, and return this rank's lists, one per gradient accumulation part."""
         size = len(slots) // (self.world_size * self.config.gradient_accumulation)
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
         return [slots[start : start + size] for start in starts]
@@ -216,12 +218,8 @@ class TrainingData(Dataset):
 
     def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
         """Return the first `count` readable examples of these slots, or all if there are fewer."""
-        examples: list[Example] = []
-        for slot in slots:
-            if len(examples) == count:
-                break
-            examples += _split_readable(self._read(step, [slot]))[0]
-        return examples
+        readable = (example for slot in slots for example in _split_readable(self._read(step, [slot]))[0])
+        return list(itertools.islice(readable, count))
 
     def _examples(
         self, step: int, pairs: list[Slot], following: list[Slot], texts: list[tuple[int, int]]
@@ -247,9 +245,10 @@ class TrainingData(Dataset):
 class ValidationData(Dataset):
     """The validation batches of this rank, the same in every validation.
 
-    data[i] is (batches, numbers, unreadable). `batches` is [batch], or [] if no example is readable. `numbers` are the
-    indices of the examples in the batch, and `unreadable` maps the indices of unreadable examples to the reasons. If
-    the task sets `validate_shuffled`, `batches` is [batch, shuffled]: in `shuffled`, each text has the image of the
+    data[i] is a tuple (batches, numbers, unreadable). `batches` is [batch], or [] if no example is readable. `numbers`
+    are the indices of the examples in the batch. `unreadable` has the reason for each unreadable example, by index.
+
+    If the task sets `validate_shuffled`, `batches` is [batch, shuffled]. In `shuffled`, each text has the image of the
     next example, in a random order that does not depend on the world size.
     """
 
@@ -264,7 +263,7 @@ class ValidationData(Dataset):
         limit: int | None,
         batch_size: int | None = None,
     ):
-        """Split `limit` random examples, or all, over the ranks. `batch_size` defaults to that of a training batch."""
+        """Split `limit` random examples (None: all) over the ranks. `batch_size` defaults to that of training."""
         count = len(examples) if limit is None else min(limit, len(examples))
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(examples))
         self.size = batch_size or max(1, config.batch // world.size // config.gradient_accumulation)

@@ -9,7 +9,7 @@ from vlbert.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class WordMasking:
-    """Settings for masking words. The defaults are those of the authors' code; the paper has masked = 1, random = 0."""
+    """Settings for masking words. The defaults follow the authors' code; the paper uses masked=1 and random=0."""
 
     probability: float = 0.15  # probability that a word is chosen and gets a label
     masked: float = 0.8  # share of the chosen words that become [MASK]
@@ -22,7 +22,7 @@ class WordMasking:
 
 @dataclass(frozen=True)
 class RegionMasking:
-    """Settings for masking regions. The defaults are those of the authors' code; the paper has masked = 1."""
+    """Settings for masking regions. The defaults follow the authors' code; the paper uses masked=1."""
 
     probability: float = 0.15  # probability that a region is chosen and gets a label
     masked: float = 0.9  # share of the chosen regions that are masked; the rest stays visible
@@ -39,7 +39,10 @@ def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares
 def mask_words(
     tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask words of `tokens`, int64 [t], which has no special tokens. Return the tokens and a label mask, bool [t]."""
+    """Mask random words of `tokens` (int64 [t], without special tokens).
+
+    Return the changed tokens, and a mask of the tokens that get labels (bool [t]).
+    """
     word_index = np.cumsum(~vocabulary.continues[tokens]) if rule.whole_words else np.arange(len(tokens))  # (t,)
     word_index = word_index - word_index[:1]  # 0 for the first word, even if a passage begins inside it
     draws = rng.random(word_index[-1] + 1 if len(word_index) else 0)[word_index]  # (t,) one draw per word
@@ -53,6 +56,9 @@ def mask_words(
 
 
 def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw regions to mask and regions to label, two bool [1 + count]. Row 0, the whole image, is False in both."""
+    """Draw the regions to mask and the regions to label, each as bool [1 + count].
+
+    Row 0 is the whole image, which is never drawn.
+    """
     draws = np.concatenate([[1.0], rng.random(count)])
     return draws < rule.probability * rule.masked, (draws < rule.probability)

@@ -1,7 +1,7 @@
-"""The order of a run's examples: a pure function of (seed, weights, snapshots), for any number of ranks and workers.
+"""The order of a run's examples, which does not depend on the number of ranks and workers.
 
-The slots of a run, one per example, are numbered across all epochs. storage.order.interleaved maps a slot to a dataset
-and a sample number in it. The dataset's spans map the sample number to a snapshot and an epoch.
+A run has one slot per example, numbered across all epochs. storage.order.interleaved maps each slot to a dataset and
+to the number of a sample in it. The dataset's spans map this number to a snapshot and an epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # independent streams of random numbers; t
 
 @dataclass(frozen=True)
 class SnapshotSpan:
-    """Successive epochs of a dataset that read the same snapshot.
+    """Consecutive epochs of a dataset that read the same snapshot.
 
     Attributes:
         epoch: number of the first epoch.
@@ -31,16 +31,16 @@ class SnapshotSpan:
     snapshot: str
 
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
-        """Return the first of the samples `start` to `stop` - 1 at which another snapshot may begin, or None.
+        """Return the first sample from `start` to `stop` - 1 at which the next span may begin, or None.
 
-        Such samples begin an epoch and are at least `distance` samples apart, counted from the span's first sample.
+        This span must have whole epochs: a multiple of the smallest number that has at least `distance` samples.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
         return first if first < stop else None
 
     def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """Return the next span, which reads `snapshot` from sample `boundary` on. An epoch must begin there."""
+        """Return the next span. It reads `snapshot` from sample `boundary` on, which must be the first of an epoch."""
         epochs, rest = divmod(boundary - self.consumed, self.examples)
         assert rest == 0, f"sample {boundary} is not the first of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
@@ -49,9 +49,10 @@ class SnapshotSpan:
 def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (index in `spans`, epoch, indices of examples, int64 [n]) per epoch, in the order of training.
+    """Yield the examples of `count` samples of a dataset after the first `consumed`, in training order.
 
-    These are the `count` samples of a dataset after the first `consumed` ones. `chunk`: see storage.order.shuffled.
+    There is one tuple per epoch: (index in `spans`, epoch, example indices as int64 [n]). For `chunk`, see
+    storage.order.shuffled.
     """
     assert consumed >= spans[0].consumed, f"sample {consumed} is before {spans[0]}"
     stop = consumed + count
@@ -65,5 +66,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return a different seed for each dataset. With the same seed, datasets of equal size would be shuffled alike."""
+    """Return the seed of dataset `number`. Equal seeds would shuffle datasets of equal size alike."""
     return mix(seed, number) if number else seed

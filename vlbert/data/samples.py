@@ -1,4 +1,4 @@
-"""Opening the samples of a run: those of one snapshot of a detection stage."""
+"""Open a dataset's samples for a run. They all belong to one snapshot of a detection stage."""
 
 import os
 
@@ -21,7 +21,7 @@ _SAMPLES_AT_ONCE = 256  # samples that `load_captions` reads at once
 
 
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
-    """Return the name of the stage with the regions of `detector`; None means the only detector of the dataset.
+    """Return the name of the stage with the regions of `detector`, or of the dataset's only detector if it is None.
 
     Raises ValueError if the dataset has no regions of the detector, or if it has several detectors and none is named.
     """
@@ -39,7 +39,7 @@ def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
 
 
 def open_cache(store: ObjectStore, config: DataConfig) -> ShardCache | None:
-    """Open this machine's shard cache, which its first process fills; return None if the config sets no cache."""
+    """Open this machine's shard cache, or return None if the config sets none. The first process fills it."""
     if config.cache is None:
         return None
     cache = ShardCache(store, config.cache, int(config.cache_gb * 1e9))
@@ -58,8 +58,9 @@ def open_samples(
 ) -> tuple[ShardSamples, dict]:
     """Open a dataset. Return its samples, and the record with which a checkpoint pins their snapshot.
 
-    A new run, without `pinned`, gets all samples that are committed now. A resumed run passes its record as `pinned`
-    and gets the same snapshot. Rank 0 chooses for all ranks, because a detector may commit another shard meanwhile.
+    A new run passes None as `pinned`, and gets all samples that are committed now. A resumed run passes the record of
+    its checkpoint, and gets the same snapshot. Rank 0 chooses for all ranks, because a detector may commit another
+    shard meanwhile.
     """
     catalog = Catalog(store, dataset)
     if pinned is None:
@@ -80,9 +81,9 @@ def open_samples(
 
 
 def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """Pin the committed shards as a snapshot, and return its id; None if no shard is new or has a newer revision.
+    """Pin the committed shards as a snapshot and return its id, or None if nothing is new since `before`.
 
-    Also returns None if a shard of the snapshot `before` is missing, as happens while a stage is made again.
+    Also returns None if a shard of `before` is missing, which happens while a stage is being rebuilt.
     """
     catalog, shards = Catalog(store, dataset), set(before.shards)
     newest = catalog.newest(before.stage)
@@ -93,7 +94,8 @@ def pin_newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> st
 
 
 def sample_indices(n: int, *seeds: int) -> list[int]:
-    """Return up to MAX_UNREADABLE different random indices below n, because neighbours may share a damaged tar."""
+    """Return up to MAX_UNREADABLE distinct random indices below n."""
+    # Neighbouring samples may be in the same damaged tar, random ones rarely are.
     return shuffled(np.arange(min(n, MAX_UNREADABLE)), mix(*seeds), SAMPLING, 0, n).tolist()
 
 

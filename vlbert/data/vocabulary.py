@@ -13,8 +13,8 @@ class Vocabulary:
     """A WordPiece vocabulary: BERT's own, or one built from captions.
 
     Attributes:
-        tokens: the token of each id.
-        ids: token -> id.
+        tokens: all tokens, in the order of their ids.
+        ids: the id of each token.
         continues: bool [V], True for tokens that continue a word ("##ing").
         ordinary: int64, ids of the tokens that are not special.
     """
@@ -36,7 +36,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: str | Path) -> "Vocabulary":
-        """Read a vocab.txt, which has one token per line; a token's id is its line number from 0."""
+        """Read a vocab.txt, which has one token per line. A token's id is its line number, counted from 0."""
         try:
             text = Path(file).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -49,7 +49,7 @@ class Vocabulary:
     def build(cls, texts: Callable[[], Iterable[str]], size: int) -> "Vocabulary":
         """Build a vocabulary of at most `size` tokens from texts. The same texts give the same vocabulary.
 
-        `texts` is called twice. Raises ValueError if the texts have no words, or too many letters for `size`.
+        `texts` is called twice. Raises ValueError if the texts have no words, or too many different letters for `size`.
         """
         from tokenizers import BertWordPieceTokenizer
 
@@ -90,7 +90,7 @@ class Vocabulary:
             raise ValueError(f"{text!r} is not Unicode text; use UTF-8") from error
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, computed on all cores."""
+        """Return the token ids of each text, without special tokens. Uses all cores."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:

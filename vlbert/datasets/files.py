@@ -1,6 +1,6 @@
 """Functions that read and check the files of data sets.
 
-Each data set has a module with its official scorer: vqa, vcr, refcoco, retrieval. They need neither images nor torch.
+The module of each data set (vqa, vcr, refcoco, retrieval) has its official scorer. It needs neither images nor torch.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Parsed = TypeVar("Parsed")
 
 @contextlib.contextmanager
 def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
-    """Open a file to read bytes. Raises ValueError, with the file and the `settings` that name it, if that fails."""
+    """Open a binary file for reading. Raises ValueError, naming the file and the `settings` to change, if it fails."""
     try:
         with open(file, "rb") as stream:
             yield stream
@@ -32,13 +32,13 @@ def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
 
 
 def read_json(file: Path, settings: str, kind: type = dict) -> Any:
-    """Read a JSON file, which may contain NaN. Raises ValueError if that fails, or if it does not hold a `kind`."""
+    """Read a JSON file, which may contain NaN, as a value of type `kind`. Raises ValueError if that fails."""
     with open_task_file(file, settings) as stream:
         return parse_json(stream.read(), str(file), kind, "fetch it again")
 
 
 def read_text(file: Path, settings: str) -> str:
-    """Read a UTF-8 file, and remove a byte order mark. Raises ValueError if it cannot be read or is not UTF-8."""
+    """Read a UTF-8 file without its byte order mark. Raises ValueError if it cannot be read or is not UTF-8."""
     try:
         with open_task_file(file, settings) as stream:
             return stream.read().decode("utf-8-sig")
@@ -47,7 +47,7 @@ def read_text(file: Path, settings: str) -> str:
 
 
 def read_lines(file: Path, settings: str) -> list[str]:
-    """Read the non-blank lines of a text file, stripped. Raises ValueError as `read_text` does, or if it has none."""
+    """Return the stripped, non-blank lines of a UTF-8 file. Raises ValueError if there are none."""
     lines = [line.strip() for line in read_text(file, settings).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{settings} {file} is empty; write one entry per line")
@@ -56,7 +56,7 @@ def read_lines(file: Path, settings: str) -> list[str]:
 
 @contextlib.contextmanager
 def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
-    """Context manager: turn an error in the code inside into a ValueError that names the file and its entry."""
+    """Turn an error in the `with` block into a ValueError that names the file and its entry."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -66,7 +66,7 @@ def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """Apply `parse` to each entry of a file's list. Raises ValueError if that fails, or if `entries` is not a list."""
+    """Return parse(entry) for each entry. Raises ValueError if `entries` is not a list, or if `parse` fails."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
     parsed = []
@@ -77,14 +77,14 @@ def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callabl
 
 
 def check_unique(ids: Iterable[Hashable], source: str) -> set[Hashable]:
-    """Return the ids as a set. Raises ValueError, with the first repeated ids, if any id is repeated."""
+    """Return the ids as a set. Raises ValueError, naming some of them, if ids are repeated."""
     counts = Counter(ids)
     _raise_ids([id_ for id_, count in counts.items() if count > 1], f"of {source} are repeated")
     return set(counts)
 
 
 def check_ids(found: Iterable[Hashable], expected: Sequence[Hashable], found_in: str, expected_in: str) -> None:
-    """Raise ValueError, naming some ids, if ids are repeated, or if `found` and `expected` have different ids."""
+    """Raise ValueError, naming some ids, if ids are repeated or if `found` and `expected` differ."""
     found_ids, expected_ids = check_unique(found, found_in), check_unique(expected, expected_in)
     _raise_ids([id_ for id_ in expected if id_ not in found_ids], f"of {expected_in} are missing in {found_in}")
     _raise_ids(list(found_ids - expected_ids), f"of {found_in} are not in {expected_in}")
@@ -101,13 +101,13 @@ def image_name(url: str) -> str:
 
 
 def withdrawn_images(samples: Samples, images: Iterable[str]) -> set[str]:
-    """Return the file names, among `images`, of images that are in no sample because their URL was withdrawn."""
+    """Return which of these image files are in no sample because their URL was withdrawn."""
     withdrawn = {image_name(url) for url in samples.withdrawn}.intersection(images)
     return withdrawn - {image_name(url) for url in samples.urls} if withdrawn else withdrawn
 
 
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
-    """Return the sample number, int64 [n], of each image file. Raises ValueError if one is in no or several samples."""
+    """Return the sample index of each image, int64 [n]. Raises ValueError unless each has exactly one sample."""
     needed, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[image_name(url)].append(i)

@@ -1,4 +1,4 @@
-"""RefCOCO+: its official files, and the scoring of predicted boxes. Errors name the file, the entry and the remedy."""
+"""The files of RefCOCO+, and the scoring of predicted boxes. Errors name the file, the entry and the remedy."""
 
 import json
 from collections import defaultdict
@@ -36,7 +36,7 @@ REPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A sentence that refers to one object. It is invalid if the object has no area inside the image."""
+    """A sentence that refers to one object. It is invalid if the object's box has no area inside the image."""
 
     sentence_id: int
     ref_id: int
@@ -52,10 +52,10 @@ Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> e
 
 
 def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequence[float]) -> np.ndarray:
-    """Return the intersection over union, float64 [n], of boxes [n, 4] with `box`, x1 y1 x2 y2 in pixels.
+    """Return the IoU of `box` with each of `boxes` [n, 4], float64 [n]. Boxes are x1 y1 x2 y2 in pixels.
 
-    plain: a width is x2 - x1. published: x2 and y2 are the last pixels inside, so every width is x2 - x1 + 1. mattnet:
-    widths are plain, but the intersection counts pixels x1 to x2 - 1, and is 0 unless both its sides exceed one pixel.
+    plain: the width is x2 - x1. published: a box includes the pixels at x2 and y2, so the width is x2 - x1 + 1.
+    mattnet: as plain, but the IoU is 0 unless the intersection is more than one pixel wide and high.
     """
     boxes, box = np.asarray(boxes, np.float64).reshape(-1, 4), np.asarray(box, np.float64)
     low, high = np.maximum(boxes[:, :2], box[:2]), np.minimum(boxes[:, 2:], box[2:])
@@ -82,18 +82,18 @@ def _sizes(boxes: np.ndarray) -> np.ndarray:
 
 
 def region_name(index: int | None) -> str:
-    """Return how predictions call a row of boxes: row 0 is the whole image, others are regions, None is no region."""
+    """Return the name of row `index` of the boxes, as used in predictions: "the whole image" for row 0."""
     return "no region" if index is None else f"region {index}" if index else "the whole image"
 
 
 def score_choice(
     convention: Convention, expression: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool
 ) -> dict:
-    """Return the columns of a prediction that chose row `chosen` of the boxes [1 + r, 4], or no box if it is None.
+    """Return the columns of a prediction that chose row `chosen` of `boxes` [1 + r, 4], or no box if it is None.
 
-    box_xywh is the chosen box in the data set's format; it is all 0 if there is none. ground_truth, score, iou, hit and
-    exact are None if the right object is unknown. If `annotated`, the regions are the annotated objects, and exact says
-    whether the right object was chosen.
+    box_xywh is the chosen box in the data set's format; it is all 0 if there is none. If `annotated`, the regions are
+    the annotated objects, and exact says whether the target object was chosen. If the target object is unknown,
+    ground_truth, score, iou, hit and exact are None.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]
     ground_truth = iou = hit = exact = None
@@ -120,10 +120,10 @@ def score_choice(
 
 
 def metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """Return metrics over the predictions whose right object is known.
+    """Return metrics over the predictions whose target object is known.
 
-    accuracy_<convention> is the share of hits; chance is the mean of 1 / candidates; exact, only with ground-truth
-    regions, is the share of predictions that chose the right object.
+    accuracy_<convention> is the fraction of hits (see `is_hit`), and chance is the mean of 1 / candidates. Only with
+    ground-truth regions, exact is the fraction of predictions that chose the target object.
     """
     known = [row for row in rows if row["hit"] is not None]
     if not known:
@@ -136,9 +136,9 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
 
 
 def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
-    """Return predictions.json, a list of {sent_id, ref_id, box_xywh} for other scorers. There is no leaderboard.
+    """Return the file predictions.json for other scorers: a list of {sent_id, ref_id, box_xywh}.
 
-    Raises ValueError unless the rows have exactly one prediction for each expression of their splits.
+    There is no leaderboard. Raises ValueError unless each expression of the splits has exactly one row.
     """
     splits = sorted({row["split"] for row in rows})
     expected = [one.sentence_id for split in splits for _, one in list_expressions(expressions, split, folder)]
@@ -155,7 +155,7 @@ def list_expressions(expressions: Expressions, split: str, folder: Path) -> list
 
 
 def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
-    """Read expressions from the file `refs`, with boxes from instances.json: split -> image file -> expressions."""
+    """Read the expressions in the file `refs` and their boxes. Return the expressions by split and image file."""
     source, instances = folder / refs, folder / FILES[1]
     images, annotations = _read_instances(instances)
     objects, index_of = defaultdict(list), {}
@@ -190,10 +190,10 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
 
 
 def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
-    """Read MAttNet's detections, a list of {box, image_id, ...}: image file -> boxes.
+    """Read the boxes that MAttNet detected, and return them by image file: float64 [n, 4].
 
-    Boxes are float64 [n, 4], x1 y1 x2 y2 in pixels of the shipped image. Boxes without an area inside their image and
-    boxes of images that are not in the file `instances` are dropped.
+    Boxes are x1 y1 x2 y2 in pixels of the shipped image. Boxes without an area inside their image and boxes of images
+    that are not in the file `instances` are dropped.
     """
     images, _ = _read_instances(instances)
     boxes_of = defaultdict(list)
@@ -209,7 +209,7 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """Read a pickle of plain values, even from Python 2. Raises ValueError, without running code, if it has more."""
+    """Read a pickle, possibly from Python 2, without running any code. Raises ValueError if it needs code."""
     with open_task_file(file, "task.folder") as stream:
         data = stream.read()
     try:
@@ -223,7 +223,7 @@ def read_plain_pickle(file: Path) -> Any:
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
-    """Read instances.json: image id -> entry with file_name, width and height; annotation id -> (image id, box)."""
+    """Read instances.json. Return the images' entries by image id, and (image id, box) by annotation id."""
     data = read_json(file, "task.folder")
 
     def parse_image(entry: dict) -> dict:
@@ -243,7 +243,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
 
 
 def _parse_unique(data: dict, name: str, file: Path, parse: Callable[[dict], dict], *fields: str) -> list[dict]:
-    """Parse the entries of the list `name`. Raises ValueError if two entries are equal in one of the fields."""
+    """Parse the entries of the list `name`. Raises ValueError if two entries are equal in one of `fields`."""
     entries = parse_entries(data.get(name), name, "COCO", file, parse)
     for field in fields:
         check_unique([entry[field] for entry in entries], f"{name} of {file}")
@@ -273,7 +273,7 @@ def _to_corners(box: Sequence[float]) -> Box:
 
 
 def _box_problem(box: Box, image: dict) -> str:
-    """Return why a box cannot be an object's: no area, or none inside the image. "" if it can be."""
+    """Return why a box cannot belong to an object (no area, or none inside the image), or "" if it can."""
     x1, y1, x2, y2 = box
     if x2 <= x1 or y2 <= y1:
         return f"its box {list(box)} has no area"

@@ -1,6 +1,6 @@
 """Image-text retrieval: ranks, Recall@K and folds, and Karpathy's split files of Flickr30k and COCO.
 
-A rank is the number of candidates before the right one, so the best rank is 0.
+A rank is the number of candidates ahead of the right one, so the best rank is 0.
 """
 
 from collections import defaultdict
@@ -18,14 +18,14 @@ RECALLS = (1, 5, 10)
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Ranks, int64: of each image's best caption among all captions, and of each caption's image among all images."""
+    """Ranks (int64): for each image, the rank of its best caption; for each caption, the rank of its image."""
 
     captions_of_image: np.ndarray
     image_of_caption: np.ndarray
 
 
 def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
-    """Rank by scores [images, captions], higher is better. image_of [captions] is the right image of each caption."""
+    """Return the ranks for `scores` [images, captions] (higher is better). Caption i belongs to image image_of[i]."""
     image_of = np.asarray(image_of)
     if not np.isfinite(scores).all():
         raise ValueError(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
@@ -37,23 +37,26 @@ def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
 
 
 def _rank(scores: np.ndarray, index: int) -> int:
-    """Return the rank of scores[index]: the number of higher scores plus half of the equal ones, rounded up.
+    """Return the rank of scores[index]: the number of higher scores, plus half of the equal ones, rounded up.
 
     Ranks thus do not depend on the order of files, and a model that scores everything equally has a recall of 0. VSE++
-    and ViLBERT leave equal scores in the order that numpy's sort gives them.
+    and ViLBERT, however, rank equal scores in the order of numpy's sort.
     """
     better, equal = int((scores > scores[index]).sum()), int((scores == scores[index]).sum()) - 1
     return better + -(-equal // 2)
 
 
 def recalls(ranks: np.ndarray) -> dict[str, float]:
-    """Return r1, r5, r10, the % of ranks below 1, 5 and 10, and medr, meanr, the median and mean rank from 1."""
+    """Return metrics of 0-based ranks.
+
+    r1, r5 and r10 are the percentages of ranks below 1, 5 and 10. medr and meanr are the 1-based median and mean rank.
+    """
     metrics = {f"r{k}": 100.0 * int((ranks < k).sum()) / len(ranks) for k in RECALLS}
     return metrics | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
 
 
 def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) -> list[Ranks]:
-    """Rank within each of `count` equal parts of the images. COCO's "1K" results are means over five such folds."""
+    """Return the ranks within `count` equal folds of the images. COCO's "1K" results are means over five folds."""
     image_of, size = np.asarray(image_of), len(scores) // count
     parts = []
     for start in range(0, count * size, size):
@@ -63,9 +66,9 @@ def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) 
 
 
 def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
-    """Read Karpathy's dataset_*.json: split -> image file -> captions. COCO's `restval` is a separate split.
+    """Read Karpathy's dataset_*.json, and return captions by split and image file.
 
-    Keeps only the first `captions` captions of an image, which may have fewer or none.
+    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept, or all if it is None.
     """
     splits = defaultdict(dict)
 
@@ -100,5 +103,5 @@ _REPORTED = {
 
 
 def reported(file: str, split: str) -> dict[str, str]:
-    """Return the papers' results, in %, on a split of one of Karpathy's files: metric -> text."""
+    """Return published results by metric, as text in %, or {} if there are none for this file and split."""
     return next((table for name, table in _REPORTED.items() if name in file and split == "test"), {})

@@ -1,4 +1,4 @@
-"""VCR: its official files, metrics and submission file. Errors name the file, the line and the remedy."""
+"""The files, metrics and submission file of VCR. Errors name the file, the line and the remedy."""
 
 import csv
 import io
@@ -72,18 +72,18 @@ class Scene:
     polygons: list[list[np.ndarray]]  # polygons [corners, 2] of each object
 
     def masks(self, side: int) -> np.ndarray:
-        """Return the instance mask of each object (see `instance_mask`): float32 [r, side, side]."""
+        """Return the instance masks of all objects, float32 [r, side, side] (see `instance_mask`)."""
         masks = [instance_mask(*pair, side) for pair in zip(self.polygons, self.boxes, strict=True)]
         return np.array(masks, np.float32).reshape(-1, side, side)
 
 
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
-    """Return a mask, float32 [side, side], of the cells of a box [4] that the object's polygons [corners, 2] cover.
+    """Return a mask of the cells of a box that the object's polygons cover: float32 [side, side], 0 or 1.
 
     An object without polygons covers its whole box. Otherwise the mask is that of the published code, which used the
     function `polygon` of scikit-image: x2 and y2 belong to the box, a cell is covered if its upper left corner is, and
-    corners beyond the last cells' are moved onto them. As in scikit-image 0.16, the last row and column are not
-    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26).
+    corners outside the grid of cells are moved to its edge. As in scikit-image 0.16, the last row and column are not
+    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26). Polygons are [corners, 2].
     """
     if not polygons:
         return np.ones((side, side), np.float32)
@@ -125,7 +125,7 @@ def _parse_polygon(polygon: Sequence) -> np.ndarray:
 
 
 def _clip_boxes(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Clip boxes [r, 4] to an image of `size` (width, height). A box without an area inside it becomes one pixel."""
+    """Clip boxes [r, 4] to an image of `size` (width, height). A box with no area inside it becomes one pixel."""
     if not np.isfinite(boxes).all():
         raise ValueError("a box has numbers that are not finite")
     boxes = np.clip(boxes, 0, [*size, *size])
@@ -136,10 +136,9 @@ def _clip_boxes(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def read_items(file: Path) -> list[Item]:
-    """Read the items of a jsonl file, which must be in the folder of vcr1images/.
+    """Read the items of a jsonl file, which must be in the same folder as vcr1images/.
 
-    Raises ValueError, with the line, if a line is truncated, lacks a field or mentions a missing object. Raises
-    ValueError, with the ids, if an annot_id is repeated.
+    Raises ValueError if a line is truncated, lacks a field or mentions a missing object, or if an annot_id is repeated.
     """
     items = []
     with open_task_file(file, "task.folder") as lines:
@@ -189,10 +188,11 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
 
 
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the leaderboard's CSV: one line per item, in the order of the jsonl file, with unrounded probabilities.
+    """Return the leaderboard's CSV file, with one line of unrounded probabilities per item.
 
-    A row has an item's `split` and `annot_id`, and `probabilities`: those of the answers if `conditioned_on` is -1, or
-    else those of the rationales for that answer. Raises ValueError if an item of the splits lacks any of these rows.
+    Items are in the order of the jsonl file. A row has an item's `split` and `annot_id`, and `probabilities`: of the
+    answers if `conditioned_on` is -1, or else of the rationales for that answer. Raises ValueError if an item of the
+    splits lacks any of these rows.
     """
     given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
     check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")
@@ -219,15 +219,15 @@ def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def ranked(probabilities: Sequence[float]) -> list[int]:
-    """Return the indices of the choices, most probable first. Equal ones keep their order, as in the official score."""
+    """Return the indices of the choices, most probable first. Ties keep their order, as in the official score."""
     return sorted(range(CHOICES), key=lambda choice: -probabilities[choice])
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the accuracies of Q->A, of QA->R and, over items with both, of Q->AR, and those of random guesses.
+    """Return the accuracies of Q->A, QA->R and Q->AR (over items with both), and those of random guesses.
 
-    A row has the `annot_id` of an item, its `subtask`, "answer" or "rationale", and a `score` of 0 or 1. The score is
-    None, and not counted, if the item has no labels, or for rationales for a wrong answer.
+    A row has an item's `annot_id`, a `subtask` ("answer" or "rationale") and a `score` of 0 or 1. Rows with the score
+    None are not counted: the item has no labels, or the rationales are for a wrong answer.
     """
     scores = {"answer": {}, "rationale": {}}
     for row in rows:

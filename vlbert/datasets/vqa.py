@@ -1,4 +1,4 @@
-"""VQA 2.0: its official files, accuracy and answer list. Errors name the file, the entry and the remedy.
+"""The files, official accuracy and answer list of VQA 2.0. Errors name the file, the entry and the remedy.
 
 vlbert vqa-answers FOLDER OUT --splits train2014 val2014      writes the answer list
 """
@@ -64,10 +64,10 @@ class Question:
 
 
 def remove_punctuation(text: str) -> str:
-    """Remove punctuation as the official evaluation does. Periods are kept only before digits.
+    """Remove punctuation as the official evaluation does.
 
-    Every other mark becomes a space. It is removed instead if it is next to a space anywhere in the text, or if the
-    text has a comma between two digits.
+    Periods are kept only before digits. Every other mark becomes a space, or is removed if it is next to a space
+    anywhere in the text, or if the text has a comma between two digits.
     """
     cleaned = text
     for mark in _PUNCTUATION:
@@ -103,13 +103,13 @@ def accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def soft_score(count: int, annotators: int) -> float:
-    """Return the accuracy of an answer that `count` annotators gave. For 0 to 4 of ten: 0, 0.3, 0.6, 0.9, 1."""
+    """Return the accuracy of an answer that `count` annotators gave: 0, 0.3, 0.6, 0.9 and 1 for 0 to 4 of ten."""
     given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
     return (count * given + (annotators - count) * not_given) / annotators
 
 
 def read_answers(file: Path, count: int) -> list[str]:
-    """Read a file of `count` answers, one per line; lower-case them and remove punctuation, as the authors do."""
+    """Read a file of `count` answers, one per line. As in the authors' code, lower-case them and remove punctuation."""
     text = read_text(file, f"task.answer_list; `vlbert vqa-answers {file.parent} {file}` makes one")
     lines = text.replace("\r\n", "\n").split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines  # after the last line break
@@ -122,10 +122,10 @@ def read_answers(file: Path, count: int) -> list[str]:
 
 
 def frequent_answers(annotations: Iterable[dict], min_questions: int = MIN_QUESTIONS) -> list[str]:
-    """Return the answer list: the normalised multiple_choice_answers that occur at least `min_questions` times.
+    """Return the answer list: the normalised multiple_choice_answers of at least `min_questions` questions.
 
-    The most frequent come first, ties in alphabetical order. The published lists of 3,129 answers have those that occur
-    at least nine times in train2014 and val2014 together. As in the published code, annotators' answers are not
+    The most frequent come first, ties in alphabetical order. The published lists of 3,129 answers are those with at
+    least nine questions in train2014 and val2014 together. As in the published code, annotators' answers are not
     normalised before they are looked up in the list, so some are not found.
     """
     counts = Counter(normalise(row["multiple_choice_answer"]) for row in annotations)
@@ -136,7 +136,7 @@ def frequent_answers(annotations: Iterable[dict], min_questions: int = MIN_QUEST
 
 
 def question_files(split: str) -> tuple[str, ...]:
-    """Return the names of a split's files: questions and, except for test splits, annotations."""
+    """Return the names of a split's question file and, except for test splits, its annotation file."""
     files = f"v2_OpenEnded_mscoco_{split}_questions.json", f"v2_mscoco_{split}_annotations.json"
     return files[:1] if split.startswith("test") else files
 
@@ -155,7 +155,7 @@ def _check_annotation(row: dict) -> dict:
 
 
 def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
-    """Return the files for the evaluation server, one per split: file name -> JSON list of {question_id, answer}.
+    """Return the evaluation server's files by name, one per split: JSON lists of {question_id, answer}.
 
     `rows` have split, question_id and answer. Raises ValueError unless each question of the splits has exactly one row.
     """
@@ -172,7 +172,8 @@ def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
 def metrics(rows: Iterable[dict]) -> dict[str, float]:
     """Return the mean accuracies, 0 to 1, of the predictions whose annotators' answers are known.
 
-    accuracy/... is for one answer type or question type. chance is for always giving the most frequent ground truth.
+    accuracy/<type> is the mean over an answer type or question type. chance is the accuracy of always giving the most
+    frequent ground truth.
     """
     rows = [row for row in rows if row["annotator_answers"]]
     most_frequent = max(
@@ -189,13 +190,13 @@ def metrics(rows: Iterable[dict]) -> dict[str, float]:
 
 
 def read_questions(folder: Path, split: str) -> list[Question]:
-    """Read the questions of a split in the order of their file, with annotations unless it is a test split."""
+    """Read the questions of a split in the order of their file. Those of test splits have no answers."""
     questions, *annotations = (folder / name for name in question_files(split))
     return join_questions(questions, annotations[0] if annotations else None, split)
 
 
 def join_questions(question_file: Path, annotation_file: Path | None, split: str) -> list[Question]:
-    """Read a question file and its annotation file, if any. Raises ValueError if their question ids differ."""
+    """Read the questions of a file, with their annotations if given. Raises ValueError if the question ids differ."""
     data = read_json(question_file, _SETTINGS)
     annotations = read_annotations(annotation_file) if annotation_file else []
     annotation_of = {row["question_id"]: row for row in annotations}
@@ -220,7 +221,8 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
 
 
 def _answer_fields(row: dict) -> tuple[tuple[str, ...], str, str, str]:
-    """Return the last four fields of a Question. Interning saves memory, because most texts are repeated."""
+    """Return the last four fields of a Question, given its annotation."""
+    # Interning saves memory, because most texts are repeated.
     answers = tuple(sys.intern(entry["answer"]) for entry in row["answers"])
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))
 

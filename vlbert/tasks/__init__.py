@@ -1,7 +1,7 @@
-"""The registered tasks: settings class -> task class.
+"""The registered tasks, each with its settings class.
 
 To add a task, write a settings dataclass and a subclass of `Task` (base.py), and add both to TASKS
-(docs/your-own-task.md).
+(see docs/your-own-task.md).
 """
 
 from vlbert.data.vocabulary import Vocabulary
@@ -9,7 +9,7 @@ from vlbert.tasks.base import Task, TaskSettings
 
 
 def make_task(settings: TaskSettings, vocabulary: Vocabulary, num_classes: int) -> Task:
-    """Create the task that these settings belong to. `num_classes` is the detector's, without the background."""
+    """Create the task of these settings. `num_classes` is the number of detector classes, without the background."""
     return task_of(settings)(settings, vocabulary, num_classes)
 
 
@@ -19,7 +19,7 @@ def task_of(settings: TaskSettings) -> type[Task]:
 
 
 def settings_named(name: str) -> type[TaskSettings] | None:
-    """Return the settings class with this name, such as "VQASettings"; None if no registered task has it."""
+    """Return the settings class with this name, such as "VQASettings", or None if no registered task has it."""
     return next((kind for kind in _tasks() if kind.__name__ == name), None)
 
 

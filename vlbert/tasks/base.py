@@ -24,7 +24,7 @@ from vlbert.model.vlbert import Encoded, VLBert
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The examples of one epoch. Example i is about sample number `samples[i]` and has the annotation `annotations[i]`.
+    """The examples of one epoch. Example i has sample number `samples[i]` and annotation `annotations[i]`.
 
     Attributes:
         samples: n sample numbers; a range, which takes no memory, if each sample is one example.
@@ -45,7 +45,7 @@ class Examples:
 def make_examples(
     settings: "TaskSettings", samples: Samples, split: str | None, rows: Sequence[tuple[Any, str, str, str]]
 ) -> Examples:
-    """Return the Examples of a split from rows of (annotation, name, image file, why it is invalid or "").
+    """Return the Examples of a split. `rows` are (annotation, name, image file, reason why it is invalid or "").
 
     Training (`split` is None) skips invalid examples. Evaluation keeps them, because every question must be answered.
     Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if an image is in no
@@ -68,7 +68,7 @@ def make_examples(
 
 
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
-    """Return why a text is invalid (it has no tokens, or more than task.`field` = `limit`), or "" if it is valid."""
+    """Return why a text is invalid, or "" if it is valid. A valid text has 1 to `limit` tokens (task.`field`)."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
         return ""  # a token has at least one letter, so short texts need not be tokenised
     tokens = len(vocabulary.encode(text))
@@ -78,7 +78,7 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
 
 
 def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
-    """Raise ValueError if the model has too few positions for task.`field` tokens and `others` other elements."""
+    """Raise ValueError if the model has too few positions for task.`field` tokens plus `others` other elements."""
     most, tokens = config.max_positions - others, getattr(settings, field)
     if tokens > most:
         raise ValueError(f"task.{field} is {tokens}, the model has positions for {most}; set it to {most} or less")
@@ -87,8 +87,8 @@ def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others
 class TaskSettings:
     """Base class of the tasks' settings, which are frozen dataclasses.
 
-    A task that reads files has the field `folder`. A task with splits has the fields `train_on` and `validate_on`. One
-    without splits trains on all samples of `data.datasets` and validates on all of `data.held_out`.
+    A task that reads files has the field `folder`. A task with splits has the fields `train_on` and `validate_on`. A
+    task without splits trains on all samples of `data.datasets` and validates on all of `data.held_out`.
     """
 
     folder: str = ""
@@ -101,15 +101,15 @@ class TaskSettings:
         return ()
 
     def splits(self, split: str | None) -> tuple[str, ...]:
-        """Return the names of the splits to read: `split`, or those to train on if it is None."""
+        """Return the splits to read: only `split`, or the training splits if it is None."""
         return self.train_on if split is None else (split,)
 
     def to_train(self) -> Self:
-        """Return these settings with `files` reduced to those that training reads."""
+        """Return a copy of these settings whose `files` are only those that training reads."""
         return replace(self, validate_on=self.train_on[0]) if self.train_on else self  # ty: ignore[invalid-argument-type]
 
     def hashes(self) -> dict[str, str]:
-        """Return name -> SHA-256, 64 hex digits, of the `files` that exist and are not folders."""
+        """Return the SHA-256 (64 hex digits) of each of `files` by name, except folders and missing files."""
         hashes = {}
         for name in dict.fromkeys(self.files):
             file = Path(self.folder, name)
@@ -119,7 +119,7 @@ class TaskSettings:
         return hashes
 
     def check_same(self, recorded: Mapping[str, str] | None, checkpoint: str, hint: str) -> None:
-        """Raise ValueError, with `hint`, if a file has changed since the `hashes` of a checkpoint were recorded."""
+        """Raise ValueError, with `hint`, if a file has changed since a checkpoint recorded its `hashes`."""
         for name, now in self.hashes().items():
             before = recorded.get(name, now) if recorded else now
             if before != now:
@@ -142,10 +142,10 @@ class Task(ABC):
         self.num_classes = num_classes
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Return the examples of a split: the sample of each, and the annotation that `example` gets with it.
+        """Return the examples of a split, or the training examples if `split` is None.
 
         The default is one example per sample, without annotations. Tasks that read annotations from files return
-        `make_examples(...)`. If `split` is None, return the training examples.
+        `make_examples(...)`.
         """
         return Examples(range(len(samples)))
 
@@ -168,11 +168,11 @@ class Task(ABC):
 
     @abstractmethod
     def losses(self, vlbert: VLBert, head: Any, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Return name -> (sum of a loss, number of its terms). Called in every training step.
+        """Return the sum and the number of terms of each loss, by name. Called in every training step.
 
-        `head` is the module from the method of that name; `encoded` has the output vectors of words and regions. The
-        training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as those
-        of `accuracy` below, are averaged and logged, but do not affect training.
+        `head` is the module that the method `head` returned, and `encoded` has the output vectors of words and regions.
+        The training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as
+        those of `accuracy` below, are averaged and logged, but do not affect training.
         """
 
     @abstractmethod
@@ -195,19 +195,19 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return name -> metric of a split, given all its predictions. Empty if no ground truth is known."""
+        """Return a split's metrics by name, given all its predictions, or {} if no ground truth is known."""
 
     # --- the paper's results, and the best checkpoint -----------------------------------------------------------------
 
     paper: str = "no number"  # the paper's results, in one line
 
     def reported(self, split: str) -> dict[str, str]:
-        """Return the paper's results on a split, in %: metric -> text, such as "79.88 base"."""
+        """Return the paper's results on a split by metric, as text in %, such as "79.88 base"."""
         return {}
 
     @staticmethod
     def best_metric(settings: Any) -> str | None:
-        """Return the metric that selects the best checkpoint (higher is better), or None to keep the newest only."""
+        """Return the metric whose highest value selects the best checkpoint, or None to keep only the newest."""
         return None
 
     # --- batches ------------------------------------------------------------------------------------------------------
@@ -227,15 +227,15 @@ class Task(ABC):
         return 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples to collate into a training batch, by default `examples`; an override may combine them.
+        """Return the examples to collate into a training batch. An override may combine `examples` with `following`.
 
         `following` has up to `lookahead` examples that come next in the whole step, even if other ranks train on them.
-        The first examples of the step follow the last.
+        After the last examples of the step come its first.
         """
         return list(examples)
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """Return the Example of a text-only row with these token ids, int64 [t]. The default raises ValueError."""
+        """Return the Example of a text-only row, given its token ids, int64 [t]. The default raises ValueError."""
         raise ValueError(f"{type(self).__name__} does not learn from text-only rows; set --data.text_batch=0")
 
     # --- initial weights ----------------------------------------------------------------------------------------------
@@ -247,15 +247,15 @@ class Task(ABC):
     saved: tuple[str, ...] = ()
 
     def pretrained_parts(self, head: Any) -> Mapping[str, str]:
-        """Return which parts of this head start from pre-training's head: part -> name of the part to copy."""
+        """Return the parts of this head to copy from the pre-training head, as {name here: name there}."""
         return head.init_from if isinstance(head, Classifier) else {}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Convert pre-training's tensors, by name, for `part` of this head. The default changes nothing."""
+        """Convert pre-trained tensors (name -> tensor) for `part` of this head. The default returns them unchanged."""
         return tensors
 
     def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
-        """Change a new run's initial weights. `init_from` names the settings class of the run that they come from."""
+        """Change the initial weights of a new run. `init_from` names the settings class of the run they come from."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 
@@ -263,22 +263,23 @@ class Task(ABC):
     evaluation_batch_size: int = 64  # maximum examples per batch of vlbert evaluate
 
     def predict(self, vlbert: VLBert, head: Any, batch: Batch) -> list[dict]:
-        """Run the model on a batch in validation or evaluation. Return a dict per example, by default `predictions`."""
+        """Run the model on a validation or evaluation batch. Return one dict per example, by default `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        """Adapt the examples to a validation that uses only those of the indices `numbers`, int64 [n].
+        """Adapt the examples to a validation of only those at the indices `numbers`, int64 [n].
 
-        The default returns `examples`. An override, for examples that depend on each other, must keep their indices.
+        The default returns `examples`. Tasks whose examples depend on each other override it, and must keep the
+        indices.
         """
         return examples
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return the predictions of a split, given all dicts that `predict` returned. The default returns the dicts."""
+        """Turn all dicts that `predict` returned for a split into its predictions. By default, they are the same."""
         return list(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        """Return file name -> content to submit to a leaderboard. Raises ValueError if `rows` are not a whole split."""
+        """Return the files to submit to a leaderboard, by name. Raises ValueError if predictions are missing."""
         return {}
 
     def annotation_for(self, text: str) -> Any:
@@ -290,7 +291,7 @@ class Task(ABC):
 
 
 def user_annotation(task: Task, text: str, **more: Any) -> Any:
-    """Call `task.annotation_for` with the non-empty arguments of `more`. Raises ValueError if it does not take one."""
+    """Call `task.annotation_for` with the non-empty values of `more`. Raises ValueError for unknown parameters."""
     given = {name: value for name, value in more.items() if value}
     if unknown := given.keys() - inspect.signature(task.annotation_for).parameters.keys():
         raise ValueError(f"{type(task).__name__} takes no {min(unknown)}; leave it out")
@@ -298,7 +299,7 @@ def user_annotation(task: Task, text: str, **more: Any) -> Any:
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:
-    """Return the accuracy of M answers as (sum, number), for Task.losses. `right` [M]: bool, or scores from 0 to 1."""
+    """Return the accuracy of M answers for Task.losses: (sum, M). `right` [M] is bool, or scores from 0 to 1."""
     return right.detach().sum(), len(right)
 
 

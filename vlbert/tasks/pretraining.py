@@ -77,7 +77,7 @@ _Guesses = list[tuple[int, float]]  # the most probable tokens or classes, with 
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """A user's question: a text with [MASK]s to fill in, and the numbers, from 1, of regions to mask and predict."""
+    """A user's question: a text with [MASK]s to fill in, and the numbers (from 1) of regions to mask and predict."""
 
     text: str
     regions: tuple[int, ...] = ()
@@ -103,13 +103,13 @@ class Pretraining(Task):
         return 1 if self.settings.mismatched else 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples, in which each one marked as mismatched gets the image of the next example."""
+        """Return the examples, but give those marked as mismatched the image of the next example."""
         others = [*examples[1:], *following[:1], *examples[:1]]
         pairs = zip(examples, others, strict=False)
         return [self._mismatch(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
 
     def _mismatch(self, example: Example, other: Example) -> Example:
-        """Return `example` with the image of `other`. Without `mismatched_labels`, keep only the label "related"."""
+        """Return `example` with another image and, unless `mismatched_labels` is set, only the label "related"."""
         mismatched = self.with_other_image(example, other)
         if mismatched is example or self.settings.mismatched_labels:
             return mismatched
@@ -122,7 +122,7 @@ class Pretraining(Task):
         return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return `example` with `other`'s image, labelled as not related; unchanged if both have the same image."""
+        """Return `example` with the image of `other`, labelled as not related; unchanged if the image is the same."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -138,7 +138,10 @@ class Pretraining(Task):
     def example(
         self, sample: Sample, image: PreparedImage, annotation: MaskedInput | None, rng: np.random.Generator
     ) -> Example:
-        """Return [CLS] caption [SEP] and the regions, some masked. The labels are their original tokens and classes."""
+        """Return an example of [CLS] caption [SEP] and regions, partly masked.
+
+        The labels of masked elements are the original tokens and the detector's classes.
+        """
         all_regions = sample.require_regions()
         if all_regions.num_classes != self.num_classes:
             raise ValueError(
@@ -186,7 +189,7 @@ class Pretraining(Task):
         )
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
-        """Return ImageInput.averaged_over for the setting `mean_over`, boxes [r, 4] and labelled regions, bool [r]."""
+        """Return ImageInput.averaged_over, given boxes [r, 4] and which of them are labelled, bool [r]."""
         if self.settings.mean_over == "regions":
             return None
         placed = torch.from_numpy(boxes)
@@ -194,7 +197,7 @@ class Pretraining(Task):
         return self.settings.max_regions - int(overlapping.sum())
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """Return the Example of a text-only row with the token ids `tokens`, int64 [t]; labels are masked tokens."""
+        """Return the Example of a text-only row, given its token ids, int64 [t]. The labels are the masked tokens."""
         masked, label_mask = mask_words(tokens, self.vocabulary, self.settings.words, rng)
         if not self.settings.text_specials:
             return Example(key, self._text_input(masked, label_mask, tokens[label_mask]))
@@ -218,18 +221,16 @@ class Pretraining(Task):
         return TextInput.of_one_sentence(tokens, label_masks=masks, labels=all_labels)
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
-        """Return the tokens, and the number of regions, that fit into a row with [CLS], [SEP] and the whole image."""
+        """Return the tokens and the number of regions that fit into a row next to [CLS], [SEP] and the whole image."""
         tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
         text, boxes = len(tokens) + 2, regions + 1
         while text + boxes > self.settings.max_elements:
-            if boxes > text and boxes > 1:
+            if boxes > text or text == 2:
                 boxes -= 1
-            elif text > 2:
-                text -= 1
             else:
-                boxes -= 1
+                text -= 1
         return tokens[: text - 2], boxes - 1
 
     def head(self, config: ModelConfig) -> nn.Module:
@@ -264,15 +265,15 @@ class Pretraining(Task):
         return losses
 
     def _region_labels(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the region labels, [M', 1 + classes], and their indices in [N * R]; both are empty without images."""
+        """Return the region labels [M', 1 + classes] and their indices in [N * R]. Both are empty without images."""
         if "region_label_mask" in batch.labelled:
             return batch.labels["region_classes"], batch.labelled["region_label_mask"]
         return logits.new_zeros(logits.shape).float(), batch.real_regions
 
     def _sum_losses(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
-        """Return (sum, number) of losses [M] or, by `losses_over`, of their means per row.
+        """Return the sum and the number of losses [M] or, with `losses_over` "rows", of their means per row.
 
-        `row` [M] is the row of each loss, and `counts` the number of losses in each row.
+        `row` [M] is the row of each loss, and `counts` is the number of losses in each row.
         """
         if self.settings.losses_over == "labels":
             return losses.sum(), len(losses)
@@ -283,11 +284,12 @@ class Pretraining(Task):
     def predictions(self, vlbert: VLBert, head: "PretrainingHead", encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one dict per example, with these columns in addition to those of Task.predictions.
 
-        masks           list of {"position", "guesses"} for each masked token, where [CLS] has position 0; guesses are
-                        the most probable {"answer", "probability"}
-        masked_regions  list of {"region", "detected", "guesses"} for each masked region: its number, from 1, and the
-                        detector's class; guesses are the most probable {"class", "probability"}; 0 is the background
+        masks           for each masked token {"position", "guesses"}; [CLS] has position 0
+        masked_regions  for each masked region {"region", "detected", "guesses"}; regions are numbered from 1
         words, words_right, monitored, monitored_right, regions, regions_right   numbers of labels and of right guesses
+
+        `detected` is the detector's class. Guesses are lists of {"answer", "probability"} for tokens and of {"class",
+        "probability"} for regions, most probable first. Class 0 is the background.
         """
         words, regions = head(vlbert, encoded, batch)
         labels = batch.labels["words"]
@@ -360,7 +362,7 @@ class Pretraining(Task):
         }
 
     def _decode(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
-        """Return the text of token ids, with the ids `filled` at `positions`, without enclosing [CLS] and [SEP]."""
+        """Return the text of token ids, without enclosing [CLS] and [SEP]. `filled` replaces the ids at `positions`."""
         text = list(tokens)
         for position, token in zip(positions, filled, strict=True):
             text[position] = token
@@ -368,7 +370,7 @@ class Pretraining(Task):
         return self.vocabulary.decode(text[starts : len(text) - ends])
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return the accuracies for masked words, for monitored words among them, and for masked regions."""
+        """Return the accuracies for masked words, for those in `monitored_words`, and for masked regions."""
         names = ("words", "regions", "monitored") if self.settings.monitored_words else ("words", "regions")
         counts = {name: sum(row.get(name, 0) for row in rows) for name in names}
         right = {name: sum(row.get(f"{name}_right", 0) for row in rows) for name in names}
@@ -376,7 +378,7 @@ class Pretraining(Task):
 
 
 def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, regions: int) -> None:
-    """Raise ValueError if only `kept` of the `tokens` fit, or if a region to mask is not one of the first `count`."""
+    """Raise ValueError if the question's text is too long, or if a region to mask is missing."""
     if kept < tokens:
         raise ValueError(f"the text is too long: it has {tokens} tokens, but {kept} fit beside the image; shorten it")
     absent = [number for number in question.regions if not 1 <= number <= count]
@@ -386,7 +388,10 @@ def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, region
 
 
 def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return for each row of `padded` [N, S] the (position, *columns) of its labels. `index`: int64 [M], in [N * S]."""
+    """Return (position, *columns) of each label, grouped by row of `padded` [N, S].
+
+    `index` is int64 [M], the flat index of each label in [N * S].
+    """
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     for position, *entry in zip(index.tolist(), *values, strict=True):
@@ -395,7 +400,7 @@ def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list
 
 
 def _top_guesses(logits: Tensor) -> list[_Guesses]:
-    """Return for each row of logits [M, V] the MAX_GUESSES most probable (class, probability), best first."""
+    """Return the MAX_GUESSES most probable (class, probability) for each row of logits [M, V], best first."""
     probabilities, classes = logits.float().softmax(1).topk(min(MAX_GUESSES, logits.shape[1]))
     return [list(zip(*row, strict=True)) for row in zip(classes.tolist(), probabilities.tolist(), strict=True)]
 
@@ -410,7 +415,7 @@ def _top_combinations(guesses: Sequence[_Guesses]) -> list[tuple[tuple[int, ...]
 
 
 class PretrainingHead(nn.Module):
-    """The classifiers of labelled words, of labelled regions and, by `relationship`, of related pairs."""
+    """The classifiers of labelled words, labelled regions and, with the setting `relationship`, text-image pairs."""
 
     def __init__(self, config: ModelConfig, settings: PretrainingSettings, vocab_size: int, num_classes: int):
         super().__init__()
@@ -426,7 +431,7 @@ class PretrainingHead(nn.Module):
         initialise(self, config.initializer_range)
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits of labelled tokens, [M, V], and of labelled regions, [M', 1 + classes]."""
+        """Return the logits of the labelled tokens, [M, V], and of the labelled regions, [M', 1 + classes]."""
         words, regions = batch.labelled["word_label_mask"], batch.labelled.get("region_label_mask", batch.real_regions)
         return self.words(vlbert, select(encoded.text, words)), self.regions(select(encoded.regions, regions))
 
@@ -439,7 +444,7 @@ class PretrainingHead(nn.Module):
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
 
     def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
-        """Return logits [M, 2] for these rows, int64 [M]. Column RELATED means that text and image belong together."""
+        """Return logits [M, 2] for `rows`, int64 [M]. Column RELATED means that text and image belong together."""
         assert self.pooler is not None
         assert self.relationship is not None
         return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))

@@ -62,7 +62,7 @@ class RefCOCOSettings(TaskSettings):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Query:
-    """An expression and the regions to choose from. If the query is invalid, none of them is a candidate."""
+    """An expression and the regions to choose from. An invalid query has no candidates."""
 
     expression: Expression
     regions: Sequence[Box] | np.ndarray | None  # [r, 4] in pixels of the shipped image; None: the sample's regions
@@ -116,7 +116,7 @@ class RefCOCO(Task):
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
-        """Return an example with the expression and the query's regions. The labels are the targets of candidates."""
+        """Return an example with the expression and the query's regions. The labels are the candidates' targets."""
         expression, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
         shipped = expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
@@ -172,19 +172,19 @@ class RefCOCO(Task):
         return {"regions": (loss, terms), "accuracy": accuracy(right[batch.counted, 0] > 0)}
 
     def scores(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """Return the logits of the M candidates in the batch, float32 [M]."""
+        """Return the logits of the batch's M candidates, float32 [M]."""
         return head(select(encoded.regions, batch.labelled["candidate"]))[:, 0].float()
 
     def by_region(self, values: Tensor, batch: Batch, others: float) -> Tensor:
-        """Write the candidates' values, [M], into a tensor for all regions, [N, R], filled with `others`."""
+        """Return a tensor [N, R] with the `values` [M] of the candidates, and `others` for all other regions."""
         filled = values.new_full((batch.region_mask.numel(),), others)
         return filled.index_copy(0, batch.labelled["candidate"], values).view(batch.region_mask.shape)
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one dict per expression, with the columns of vlbert.datasets.refcoco.score_choice added.
+        """Return one dict per expression, including the columns of vlbert.datasets.refcoco.score_choice.
 
-        The column `region` is the chosen region's index, -1 for the whole image or no region. Probabilities of regions
-        are sigmoids, so they do not add up to 1.
+        The column `region` is the chosen region's index, or -1 for the whole image or no region. Probabilities of
+        regions are sigmoids, so they do not add up to 1.
         """
         # Only candidates can be chosen, not padding nor, by default, the whole image. Of equal scores the first wins.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)

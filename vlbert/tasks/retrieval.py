@@ -76,7 +76,7 @@ class HeldOutImage:
         captions: its own captions.
         first: index of its first caption in `candidates`.
         images: number of images in the evaluation.
-        candidates: token ids, int64 [t], of each caption of all images.
+        candidates: the captions of all images, each as token ids, int64 [t].
     """
 
     image: str
@@ -98,7 +98,7 @@ class Retrieval(Task):
     # --- examples -----------------------------------------------------------------------------------------------------
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Return one example per caption for training, or one per image, with all captions, for evaluation."""
+        """Return one example per caption for training, or one per image, with all its captions, for evaluation."""
         file = self.folder / self.settings.file
         splits, held_out, skipped = retrieval.read_splits(file, self.settings.captions), [], []
         for name in self.settings.splits(split):
@@ -141,7 +141,7 @@ class Retrieval(Task):
         return not invalid_reason(text, "caption_length", sys.maxsize, self.vocabulary)
 
     def tokens(self, text: str) -> np.ndarray:
-        """Return [CLS] caption [SEP] as token ids, int64 [t]."""
+        """Return the token ids of [CLS] caption [SEP], int64 [t]."""
         tokens = self.vocabulary.encode(text)[: self.settings.caption_length]
         return np.array([self.vocabulary.cls, *tokens, self.vocabulary.sep], np.int64)
 
@@ -165,8 +165,10 @@ class Retrieval(Task):
 
         The rows of an image are its own caption, then wrong captions from later pairs, and captions of earlier pairs
         for which it is a wrong image. Pairs of the same image are not combined, because their captions are not wrong.
-        Labels of a row: `anchor`, the index of the pair that it belongs to; `role`, 0 for the pair itself, then one
-        for each wrong caption and each wrong image; `right`, which is 0 for the pair itself and empty for others.
+
+        Each row has three labels. `anchor` is the index of the pair that the row belongs to. `role` is 0 for the pair
+        itself and above 0 for its wrong captions and wrong images. `right` is the role to predict, 0, in the row of the
+        pair itself, and empty in others.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]
@@ -198,7 +200,7 @@ class Retrieval(Task):
         return {"pooler": "pooler", "score": "relationship"}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Convert the relationship head's two outputs to one: their difference, whose sigmoid is the probability."""
+        """Reduce the relationship head's two outputs to their difference, whose sigmoid is the probability."""
         if part != "score":
             return tensors
         return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
@@ -224,7 +226,7 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """Return a dict per image for `assemble`: `scores`, float32 [candidates], and fields of its HeldOutImage."""
+        """Return a dict per image for `assemble`: `scores` (float32 [candidates]) and fields of HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
@@ -245,15 +247,15 @@ class Retrieval(Task):
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return the prediction of each image: `question` is its file, `ground_truth` its own caption that scores best.
+        """Return one prediction per image. `question` is its file, `ground_truth` the best-scoring of its own captions.
 
-        `score` is the mean of 1 / caption_rank and the mean of 1 / image_ranks. More columns:
+        `score` is the mean of two values: 1 / caption_rank, and the mean of 1 / image_ranks. More columns:
 
         image, captions      file name and captions of the image
-        caption_rank         rank, from 1, of its best caption among the captions of all images
-        image_ranks          for each of its captions, the rank, from 1, of the image among all images
-        found_images         for each of its captions, the file name of the best image
-        fold, caption_rank_fold, image_ranks_fold   with several folds: number of its fold, and the ranks within it
+        caption_rank         rank, from 1, of the image's best caption among the captions of all images
+        image_ranks          for each caption of the image, the rank, from 1, of the image among all images
+        found_images         for each caption of the image, the file name of the image with the best score
+        fold, caption_rank_fold, image_ranks_fold   if there are several folds: the image's fold, and ranks within it
         """
         if not rows:
             return []
@@ -298,10 +300,10 @@ class Retrieval(Task):
         return predictions
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return metrics of the ranks of images given a caption (image_*), and of captions given an image (caption_*).
+        """Return rank metrics: image_* rank the images for a caption, caption_* the captions for an image.
 
-        r1, r5, r10: share of ranks up to 1, 5, 10; medr, meanr: median and mean rank; *_fold: mean over the folds. The
-        metric `chance` is image_r1 for random scores.
+        r1, r5 and r10 are the fractions of ranks up to 1, 5 and 10. medr and meanr are the median and mean rank. Names
+        that end in _fold are means over the folds. `chance` is image_r1 for random scores.
         """
         metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})
@@ -324,7 +326,7 @@ class PairScore(nn.Module):
         initialise_head(self, config)
 
     def forward(self, encoded: Encoded) -> Tensor:
-        """Return the scores [N], always computed in float32, because lower precision would make some of them equal."""
+        """Return the scores [N], computed in float32, because lower precision would make some of them equal."""
         text, regions = encoded.text[:, :1].float(), encoded.regions[:, :1].float()
         with torch.autocast(text.device.type, enabled=False):
             return self.score(self.pooler(text, regions))[:, 0]

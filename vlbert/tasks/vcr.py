@@ -84,9 +84,9 @@ class VCRSettings(TaskSettings):
 
 
 class VCR(Task):
-    """The task VCR. Its regions are the annotated objects in the data set's metadata, which texts mention by number.
+    """The VCR task. Its regions are the annotated objects of an image, which texts mention by number.
 
-    The detected regions only provide precomputed features: an object gets those of the region that overlaps it most.
+    Detected regions only provide precomputed features: an object gets those of the region that overlaps it most.
     """
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
@@ -103,15 +103,15 @@ class VCR(Task):
         return make_examples(settings, samples, split, rows)
 
     def annotation_for(self, text: str, choices: Sequence[str] = (), answer: str = "") -> Question:
-        """Return a user's question about the regions of a sample, with four choices and, for rationales, the answer.
+        """Make a Question from a user's text, four choices and, for rationales, the answer that they explain.
 
-        Texts mention regions by their numbers, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object"
-        with the region's visual feature embedding. Each region fills its box, as if by its instance mask.
+        Texts mention a sample's regions by number, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object"
+        with the region's visual feature embedding. Regions have no instance mask, so each fills its box.
         """
         return user_question(self.settings.subtask, text, choices, answer)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Question, rng: np.random.Generator) -> Example:
-        """Return an example with a text per choice. If the right choice is known, choices and regions have labels."""
+        """Return an example with one text per choice. Choices and regions have labels if the right choice is known."""
         settings, question = self.settings, annotation
         scene, context, choices = question.read(sample)
         names = scene.names
@@ -139,7 +139,7 @@ class VCR(Task):
         )
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> TaggedText:
-        """Return two int64 [t]: the tokens of a text, and the region whose visual feature embedding each token gets."""
+        """Return the tokens of a text, and the region whose visual feature embedding each gets, both int64 [t]."""
         if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         tokens, regions = tag(text, names, self.vocabulary)
@@ -158,7 +158,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with the objects' boxes [r, 4], in stored pixels, as regions. `rng`, if any, masks some."""
+        """Return the image with `boxes` ([r, 4], in stored pixels) as its regions. If given, `rng` masks some."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:
@@ -196,7 +196,7 @@ class VCR(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
-        """Copy the embedding of segment A to B, which pre-training does not train, if `copies_segment` is set."""
+        """Copy the embedding of segment A to B if `copies_segment` is set, because pre-training trains only A."""
         if self.settings.copies_segment and init_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
@@ -230,7 +230,7 @@ class VCR(Task):
         return {"answers": answers, "regions": (regions, len(classes))} | monitored
 
     def predictions(self, vlbert: VLBert, head: "VCRHead", encoded: Encoded, batch: Batch) -> list[dict]:
-        """Return one dict per question, including `probabilities` of the four choices and Question.columns."""
+        """Return one dict per question, including Question.columns and the `probabilities` of the four choices."""
         rows = []
         probabilities = self.logits(head, encoded, batch).double().softmax(1).tolist()
         for key, metadata, row in zip(batch.keys, batch.metadata, probabilities, strict=True):
@@ -270,7 +270,7 @@ class VCRHead(nn.Module):
         self.score = Classifier(config, 1, settings.classifier, dropout, settings.classifier_width, inputs=pair_size)
 
     def scores(self, text: Tensor, regions: Tensor) -> Tensor:
-        """Return a score per row, [N, 1], from the encoder's output vectors: text [N, T, C] and regions [N, R, C']."""
+        """Return a score for each row, [N, 1]. `text` [N, T, C] and `regions` [N, R, C'] are the encoder's output."""
         return self.score(text[:, 0] if self.pooler is None else self.pooler(text, regions))
 
     def classes(self, regions: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ Subtask = Literal["answer", "rationale"]  # Q->A or QA->R
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One choice that the task asks for: among an item's four answers or, given an answer, its four rationales."""
+    """A question with four choices: an item's answers or, given one of these answers, the item's rationales."""
 
     item: Item
     conditioned_on: int  # index of the answer that the rationales are for; -1 if the choices are answers
@@ -32,7 +32,7 @@ class Question:
 
     @property
     def label(self) -> int | None:
-        """Index of the right choice; None if the item has no labels, or if the rationales are for a wrong answer."""
+        """Index of the right choice, or None if the item has no labels or the rationales are for a wrong answer."""
         if self.item.labels is None or self.conditioned_on not in (-1, self.item.labels[0]):
             return None
         return self.item.labels[self.conditioned_on >= 0]
@@ -44,7 +44,7 @@ class Question:
 
     @property
     def invalid_reason(self) -> str:
-        """Reason why training skips the question; "" if it is valid."""
+        """Reason why training skips the question, or "" if it is valid."""
         if self.item.labels is None and not self.held_out:
             return "it has no labels"
         return f"it has no word in its {self.item.wordless}" if self.item.wordless else ""
@@ -54,7 +54,7 @@ class Question:
         return self.item.metadata is None
 
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
-        """Return the image's objects, the context (the question and, for rationales, the answer) and the choices.
+        """Return the image's objects, the context (question and, for rationales, answer) and the choices.
 
         Raises ValueError if the files are inconsistent, or if a user's text mentions a region that does not exist.
         """
@@ -77,7 +77,10 @@ class Question:
         return scene, context, choices
 
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
-        """Return the question's columns in a prediction, with `choices` and `label`. `boxes` [r, 4]: stored pixels."""
+        """Return the question's columns in a prediction, including `choices` and `label`.
+
+        `boxes` [r, 4] are the boxes of the scene's objects in stored pixels.
+        """
         return {
             "annot_id": self.item.annot_id,
             "split": self.item.file.stem,
@@ -94,9 +97,10 @@ class Question:
 
 
 def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask: Subtask) -> list[Question]:
-    """Read all questions of the splits. Rationales are for the right answer or, if it is unknown, for each answer.
+    """Read all questions of the splits.
 
-    Raises ValueError if the metadata file of a valid question is missing.
+    With the subtask "rationale", an item makes a question for the right answer or, if that is unknown, for each answer.
+    Raises ValueError if a metadata file is missing, unless training skips its question.
     """
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 
@@ -113,10 +117,10 @@ def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask:
 
 
 def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: str) -> Question:
-    """Return a user's question. Texts mention regions by their numbers from 1, as in "[1]" or "[1,2]".
+    """Make a Question from a user's texts. They mention regions by number, from 1, as in "[1]" or "[1,2]".
 
     Raises ValueError if there are not four choices, if a text has no word or an invalid mention, or if `answer` does
-    not fit the subtask: rationales need one, and answers must have none.
+    not fit the subtask: "rationale" needs one, and "answer" must have none.
     """
     if bool(answer.strip()) != (subtask == "rationale"):
         needs = "give the answer that they are for" if subtask == "rationale" else "give no answer"
@@ -133,7 +137,7 @@ def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: s
 
 
 def _parse_text(text: str) -> Text:
-    """Split a user's text into words and mentions like "[1,2]". Numbers start at 1 in it, but at 0 in the result."""
+    """Split a user's text into words and mentions like "[1,2]". The result numbers regions from 0, not from 1."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:
@@ -143,24 +147,27 @@ def _parse_text(text: str) -> Text:
 
 
 def mentioned(texts: Sequence[Text]) -> list[int]:
-    """Return the numbers of the objects that the texts mention, sorted and unique."""
+    """Return the sorted numbers of all objects that the texts mention."""
     return sorted({i for text in texts for token in text if not isinstance(token, str) for i in token})
 
 
 def format_text(text: Text, names: Sequence[str]) -> str:
-    """Return a text as a string with each mentioned object as its class and number, from 1: "person 1"."""
+    """Return a text as a string. A mentioned object becomes its class and its number from 1, such as "person 1"."""
     words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i + 1}" for i in token) for token in text]
     return re.sub(r" ([?.,!;:])", r"\1", " ".join(words))
 
 
 def neutral_names(names: Sequence[str], first: int) -> list[str]:
-    """Replace each "person" in class names by the next name of PEOPLE, starting with that at index `first`."""
+    """Replace each "person" in class names by the next name of PEOPLE, from the one at index `first` on."""
     people = itertools.islice(itertools.cycle(PEOPLE), first % len(PEOPLE), None)
     return [next(people) if name == "person" else name for name in names]
 
 
 def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
-    """Tokenise a text, with objects as their `names` joined by "and". The region of their tokens is number + 1."""
+    """Tokenise a text, and return its tokens and the region that each of them names, or 0.
+
+    A mention becomes the `names` of its objects, joined by "and". The region is the object's number + 1.
+    """
     words = []
     for token in text:
         if isinstance(token, str):
@@ -183,11 +190,11 @@ def concatenate(parts: Sequence[TaggedText]) -> TaggedText:
 def truncate(
     context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int, shared: bool
 ) -> list[tuple[TaggedText, TaggedText]]:
-    """Return (context, choice) for each choice, cut to at most `max_tokens` together.
+    """Return (context, choice) for each choice, cut to at most `max_tokens` tokens together.
 
-    The context is the question and, for rationales, the answer. While the row is too long, the choice loses its last
-    token if it is longer than the context. Otherwise the question does, down to one token, and then the answer. If
-    `shared`, as in the published code, cuts of the context apply to all choices.
+    The context is the question and, for rationales, the answer. While a row is too long, the choice loses its last
+    token if it is longer than the context. Otherwise the question loses its last token, down to one, and then the
+    answer. If `shared`, as in the published code, cuts of the context apply to all choices.
     """
     shared_sizes = [len(tokens) for tokens, _ in context]
     rows = []
@@ -211,7 +218,7 @@ def _cut(text: TaggedText, size: int) -> TaggedText:
 
 
 def check_fits(context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int) -> None:
-    """Raise ValueError if the context and a choice have more than `max_tokens` tokens."""
+    """Raise ValueError if the context together with any one choice exceeds `max_tokens` tokens."""
     before, longest = sum(len(tokens) for tokens, _ in context), max(len(tokens) for tokens, _ in choices)
     if before + longest > max_tokens:
         raise ValueError(

@@ -72,12 +72,12 @@ class VQA(Task):
 
     @functools.cached_property
     def answers(self) -> list[str]:
-        """The answer that each class of the classifier stands for."""
+        """The answers, in the order of the classifier's classes."""
         return vqa.read_answers(self.folder / self.settings.answer_list, self.settings.answers)
 
     @functools.cached_property
     def class_of(self) -> dict[str, int]:
-        """Map from answer to class: the first class, if several have the same answer."""
+        """The class of each answer: the first one, if several classes have the same answer."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
@@ -98,7 +98,7 @@ class VQA(Task):
         return invalid_reason(text, "question_length", self.settings.question_length, self.vocabulary)
 
     def annotation_for(self, text: str, answer: str = "") -> Question:
-        """Return a user's question. `answer` is the right answer, or "" if it is unknown."""
+        """Make a Question from a user's text. `answer` is the right answer, or "" if it is unknown."""
         if reason := self._invalid_reason(text):
             raise ValueError(f"the question {text[:60]!r} is invalid: {reason}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
@@ -115,7 +115,8 @@ class VQA(Task):
     def text_input(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
         """Return [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if the setting `reads` is "pair".
 
-        The labels, at [MASK] or at [CLS], are the soft scores of all answers and the best answer's class, if any.
+        The labels at [MASK] or [CLS] are the soft scores of all answers, and the best answer's class if any score is
+        not 0.
         """
         words = self.vocabulary
         tokens = [words.cls, *question, words.sep]
@@ -134,7 +135,7 @@ class VQA(Task):
         )
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
-        """Return the soft score of each class, float32 [answers], given the answers of a question's annotators."""
+        """Return the soft score of each class, float32 [answers], given the annotators' answers to a question."""
         scores = np.zeros(self.settings.answers, np.float32)
         for answer, count in Counter(answers).items():
             if answer in self.class_of:
@@ -152,7 +153,7 @@ class VQA(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: Classifier, init_from: str | None) -> None:
-        """Set the classifier's weights for each answer to the mean embedding of its tokens, if any, and biases to 0."""
+        """Set the classifier's weights for each answer to the mean embedding of its tokens, and all biases to 0."""
         if not self.settings.answers_from_words:
             return
         output = head.output
@@ -169,7 +170,7 @@ class VQA(Task):
         output.bias.zero_()
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """Return the logits of all answers for the questions, float32 [questions, answers]."""
+        """Return the logits of all answers to each question, float32 [questions, answers]."""
         answers = batch.labelled["answer"]
         if self.settings.reads == "pair":
             return head(encoded.text, encoded.regions).index_select(0, answers // batch.tokens.shape[1]).float()
