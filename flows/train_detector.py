@@ -22,7 +22,10 @@ SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 def train_detector(
     root: str, settings: TrainDetectorSettings, log: Log = print, watch: Watch = lambda: None
 ) -> Trained:
-    """Train or resume a detector, and write ROOT/runs/RUN/weights.safetensors. Call it from the main thread only."""
+    """Train or resume a detector, and write its weights to ROOT/runs/RUN/weights.safetensors.
+
+    Call it from the main thread only.
+    """
     started = time.monotonic()
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe
@@ -48,10 +51,10 @@ def train_detector(
 
 @flow(name="train-detector", flow_run_name="{settings.recipe} {settings.run}", persist_result=True)
 def train_detector_flow(root: str, settings: TrainDetectorSettings) -> Trained:
-    """Train the Faster R-CNN that finds regions.
+    """Train a detector that finds image regions.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        root: Storage root: a local folder, or s3://bucket/prefix.
         settings: The recipe, images and annotations.
     """
     log, run = stage_logger().info, settings.run or settings.recipe
