@@ -99,7 +99,7 @@ def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str,
 
 
 def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
-    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" without metrics.
+    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if there are none.
 
     Metrics with a slash, such as accuracy/yes/no, are left out, because there are too many.
     """

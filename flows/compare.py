@@ -14,10 +14,9 @@ from storage.safe_json import parse_json
 
 
 def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str, Any]:
-    """Run or resume a comparison, and return the content of its numbers.json.
+    """Run or resume a comparison, and return the content of its numbers.json. Call it from the main thread only.
 
-    Call it from the main thread only. Raises ChildFailed if a training run failed. The results page then has only the
-    other runs.
+    Raises ChildFailed if a training run failed. The results page then has only the other runs.
     """
     from vlbert.comparison.plans import find_plan  # here, because it imports torch, which other stages do not need
 

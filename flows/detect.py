@@ -26,7 +26,7 @@ from storage.settings import as_arguments, changed_fields
 
 @dataclass(frozen=True)
 class Detected:
-    """A dataset's regions from one detector, in total. `new_shards` is the number of shards that this run added."""
+    """Totals of a detector's regions in one dataset. `new_shards` is the number of shards that this run added."""
 
     dataset: str
     detector: str
@@ -35,7 +35,7 @@ class Detected:
     images: int
     regions: int
     seconds: float
-    peak_bytes: int
+    peak_bytes: int  # peak memory of the child process
 
     @property
     def stage(self) -> str:

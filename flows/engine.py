@@ -2,8 +2,6 @@
 
     python -m flows.engine
 
-It differs from `python -m prefect.engine`:
-
 - The process ends with its worker. A killed worker cannot end its flow runs, and Prefect leaves them running. So this
   process watches its parent. When the worker ends, it sends itself SIGTERM: the engine then reports a crash, and
   `flows.supervisor` ends the flow's child processes. If that is not enough, SIGKILL follows.
@@ -57,10 +55,7 @@ def _watch(parent: int) -> None:
 
 
 def follow_state(run: UUID) -> None:
-    """Start a thread that polls the state of `run` and of its stages, and exits if one is cancelled.
-
-    It also keeps the run's concurrency slot.
-    """
+    """Start a thread that ends this process if `run` or one of its stages is cancelled, and keeps the run's slot."""
     threading.Thread(target=_follow, args=(run, datetime.now(UTC)), daemon=True).start()
 
 

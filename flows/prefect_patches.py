@@ -79,10 +79,9 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease of the run's concurrency slot for a day, if it is time to.
+    """Renew the lease of the run's concurrency slot for a day, if it is due.
 
-    Returns the lease and when it was renewed (time.monotonic). Pass them as `renewed` to the next call, and (None, 0.0)
-    to the first.
+    Returns the lease and the time of its renewal, for the next call's `renewed`. The first call gets (None, 0.0).
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None

@@ -37,11 +37,9 @@ def serving(
 ) -> Iterator[Callable[[], None]]:
     """Context manager: run a Prefect server and a worker for the deployments in a file.
 
-    Prefect's clients in this process then use the server.
-
     Args:
         home: Folder for the database and the logs.
-        port: Port of the server on 127.0.0.1.
+        port: Port of the server on 127.0.0.1. Prefect's clients in this process then use this server.
         deployments: File of deployments, such as prefect.yaml.
         query_seconds: Time between two queries of the worker for new runs.
         limit: Maximum number of concurrent runs of the worker; None: no limit.

@@ -91,10 +91,7 @@ def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
 
 @dataclass(frozen=True)
 class TrainDetectorSettings(AnnotationConfig):
-    """Settings for training a detector on annotated images.
-
-    If a setting is None or empty, the recipe's value is used.
-    """
+    """Settings for training a detector on annotated images. Those that are None or empty keep the recipe's value."""
 
     __pydantic_config__ = FORM
 
@@ -158,7 +155,7 @@ class FinetuneSettings:
     run: str = ""
     """Name of the run under ROOT/runs; empty: the recipe's name."""
     folder: str = ""
-    """Folder of this machine with the task's annotations, as published by its authors."""
+    """Local folder with the task's annotations, as published by its authors."""
     dataset: str = ""
     """Dataset to train on; empty: refcoco+, vqa, vcr or flickr30k, according to the task."""
     detector: str | None = None

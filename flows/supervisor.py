@@ -37,10 +37,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(RuntimeError):
-    """Raised if a child process failed. A negative `returncode` means a signal: -9 is signal 9.
-
-    `tail` has the last lines of output.
-    """
+    """Raised if a child process failed. `tail` has its last lines of output; a `returncode` of -9 means signal 9."""
 
     def __init__(self, command: Sequence[str], returncode: int, tail: Sequence[str], reason: str):
         super().__init__(command, returncode, tail, reason)  # all arguments, so that the error can be pickled
@@ -120,10 +117,7 @@ def run_child(
 def run_in_background(
     command: Sequence[str | Path], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Context manager: run `command` with its output in the file `log`.
-
-    Yields a function that returns True while the command is running.
-    """
+    """Context manager: run `command` with its output in `log`. Yields a function that returns True while it runs."""
     with open(log, "ab") as file:
         process, lifeline = _start([str(part) for part in command], file, grace, environment)
     try:
@@ -176,10 +170,7 @@ _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def _supervise(command: list[str], grace: float) -> None:
-    """Run `command` until it ends, the flow ends or a signal arrives. Then end all its descendants.
-
-    At the end, its exit code and peak memory in bytes are sent to the flow.
-    """
+    """Run `command` until it ends, the flow ends or a signal arrives. Then end all its descendants."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # In addition to the socket, because a process forked by the flow without exec would hold its end open.

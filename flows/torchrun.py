@@ -122,10 +122,7 @@ def make_arguments(settings: PretrainSettings | FinetuneSettings, fields: Mappin
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
-    """Raise ValueError if an override sets a field that the stage sets itself.
-
-    `settings` maps these fields to where their values come from.
-    """
+    """Raise ValueError if an override sets one of the fields in `settings`, which the stage sets itself."""
     for argument in overrides:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         field = name.removeprefix("no_")

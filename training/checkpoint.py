@@ -97,10 +97,7 @@ class Writer:
             self._raise()
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
-        """Wait until all queued files are written.
-
-        Raises StorageUnreachable if the storage still refuses writes after `wait` seconds.
-        """
+        """Wait until all files are written. Raises StorageUnreachable if one is still refused after `wait` s."""
         end = time.monotonic() + wait
         with self._changed:
             while self._jobs:
@@ -161,11 +158,9 @@ def write_checkpoint(
     storage refuses writes, the new checkpoint replaces the previous one in the queue instead.
 
     Args:
-        step: Number of optimizer steps done, of `steps`.
         files: Contents of all files except state.json, by name.
         state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` maps
             names to the metrics of a validation after the same step.
-        keep: Number of newest checkpoints to keep, in addition to the best one.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
@@ -235,10 +230,7 @@ def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[st
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name.
-
-    Raises ValueError if the file is damaged or has another format.
-    """
+    """Return the tensors of a safetensors file. Raises ValueError if the file is damaged or has another format."""
     data = folder.get(name)
     try:
         return load(data)

@@ -15,10 +15,7 @@ _MAX_POINTS = 60  # per line: Prefect stores every version of the image
 
 
 def draw_curves(store: ObjectStore, run: str) -> str | None:
-    """Draw a run's training and validation curves as an SVG.
-
-    Returns a data: URI, or None if no training metrics are logged yet.
-    """
+    """Draw a run's training and validation curves. Return an SVG as a data: URI, or None if nothing is logged yet."""
     training, validation = (read_metrics(store, run, kind) for kind in ("training", "validation"))
     if not training:
         return None
@@ -45,10 +42,7 @@ def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
 
 
 def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
-    """Draw panels (title -> lines) as an SVG, and return it as a data: URI.
-
-    The legends show the last values. `width` is in inches.
-    """
+    """Draw panels (title -> lines) as an SVG that is `width` inches wide, and return it as a data: URI."""
     require("matplotlib", "drawing curves", "attention")
     from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure

@@ -67,10 +67,7 @@ def _end_with_parent() -> None:
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """Return the first line of a communication error between ranks, or None for any other error.
-
-    Such an error means that another rank has ended or hangs.
-    """
+    """Return the first line of the error if it means that another rank ended or hangs, or None for other errors."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
     return line if from_gloo or isinstance(error, dist.DistError) else None

@@ -118,10 +118,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager for the whole run.
-
-        At the end of the run, it records the final state and any error, and finishes the trackers.
-        """
+        """Context manager: at the end of the run, record its final state and any error, and finish the trackers."""
         self.set_state("starting")
         try:
             yield
@@ -158,10 +155,7 @@ class RunLog:
         self._last_beat = time.monotonic()
 
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
-        """Log the averages since the last log line, and print a progress line.
-
-        `memory` is the peak memory in bytes.
-        """
+        """Log the averages since the last log line, and print a progress line. `memory` is the peak in bytes."""
         seconds, waited = averages.seconds()
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,
@@ -194,10 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log unreadable samples that were not logged before, and print the first of them.
-
-        Returns the number of training samples that have been unreadable in this run so far.
-        """
+        """Log newly found unreadable samples, and print the first. Return the number found in training so far."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -250,10 +241,7 @@ def to_json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, or [] if the file does not exist.
-
-    Raises ValueError if a line is damaged or has no `step`.
-    """
+    """Return the objects of a JSON lines file, or [] if there is no file. Raises ValueError if a line is damaged."""
     records = []
     for number, line in enumerate(store.get(path).splitlines() if store.exists(path) else [], start=1):
         location, hint = f"line {number} of {store.uri(path)}", "remove that line while no training is running"

@@ -89,9 +89,7 @@ class Run(ABC):
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         """Queue the checkpoint after `done` steps. Called on rank 0 only.
 
-        Args:
-            validation: Metrics of a validation after the same step; empty if there was none.
-            loop_state: State of the training loop, which the run needs to resume.
+        `validation` holds the metrics of a validation after the same step, and is empty if there was none.
         """
 
     @property
@@ -201,10 +199,7 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run the forward and backward passes of a step, over all parts of its batch.
-
-    Returns the losses of the last part, and the result of `sum_losses` for each part.
-    """
+    """Run a step's forward and backward passes. Return the last part's losses and the `sum_losses` of all parts."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part

@@ -69,10 +69,7 @@ class Step:
     def of(
         cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
     ) -> "Step":
-        """Build a Step from the results of `sum_losses` for all parts of a batch. Waits for the device.
-
-        `losses` gives the names of the losses, and shows which of them have gradients.
-        """
+        """Build a Step from the results of `sum_losses` for all parts of a batch. Waits for the device."""
         names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
         *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
         rows = np.reshape(numbers, (len(parts), -1))
@@ -116,10 +113,7 @@ class RunningAverages:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State to save in a checkpoint, as JSON values.
-
-        Times are left out, so that identical runs save identical states.
-        """
+        """State to save in a checkpoint. It has no times, so that identical runs save identical states."""
         return {"sums": dict(self._sums), "norms": list(self._norms), "counts": dict(self.counts)}
 
     @contextmanager

@@ -70,8 +70,7 @@ def check_decay(config: OptimizerConfig, steps: int) -> None:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Create the optimizer, with one parameter group per pair of peak learning rate and weight decay.
 
-    `bert_learning_rate` applies to parameters whose names start with one of `model.bert_parameters`, if the model has
-    this attribute.
+    `bert_learning_rate` applies to parameters whose names start with a prefix in `model.bert_parameters`, if it exists.
     """
     bert_prefixes = tuple(getattr(model, "bert_parameters", ()))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -109,10 +108,7 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Set the learning rate and weight decay of all parameter groups for a step, counted from 0.
-
-    For Adam, epsilon is set too.
-    """
+    """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step, counted from 0."""
     # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At

@@ -34,11 +34,8 @@ def run_program(
 ) -> None:
     """Run the command line `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun.
 
-    Errors in settings, data or storage are printed as one line.
-
-    Args:
-        program: Name of the program for messages.
-        check_complete: Function that raises ValueError if the recipe lacks a required field.
+    Errors are printed as one line. `program` is the name for messages. `check_complete` raises ValueError if the recipe
+    lacks a required field.
     """
     recipe_name, remaining = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -86,10 +83,7 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 def parse_recipe(
     name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[Any, list[str]]:
-    """Call the recipe's function with its own arguments, such as --size.
-
-    Returns the recipe and the remaining arguments.
-    """
+    """Call the recipe's function with its arguments, such as --size. Return the recipe and the remaining arguments."""
     return parse_known(find_recipe(name, recipes), arguments)
 
 
@@ -141,8 +135,8 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
 def run_in_world(name: str, function: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
     """Call `function` with the World of this process, and exit with a status and message if it fails.
 
-    An expected error (EXPECTED) is printed as one line, by one rank only if all ranks raise it. Other errors keep their
-    traceback. If the run was stopped by a signal, each rank exits with status STOPPED.
+    Expected errors (EXPECTED) are printed as one line, and only once if all ranks raise the same error. Other errors
+    keep their traceback. If the run was stopped by a signal, each rank exits with status STOPPED.
     """
     world = ALONE
     try:

@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Data, task and model fields that were changed, except the seed, by name. The evaluation uses them too."""
+        """Changed data, task and model fields by name, to use in the evaluation as well. The seed is left out."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
@@ -146,7 +146,7 @@ def _make_cell(
 
 
 def is_done(cell: Cell, root: str) -> bool:
-    """Return True if a cell was trained from its pre-training's current weights, and evaluated. Loads no tensors."""
+    """Return True if a cell is evaluated and was trained from the current pre-trained weights. Loads no tensors."""
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)

@@ -39,8 +39,7 @@ def interval(scores: np.ndarray) -> Interval:
 def _resample_means(scores: np.ndarray) -> np.ndarray:
     """Return the means [REPLICATES] of bootstrap resamples of scores [examples].
 
-    Each resample has n - 1 of the n scores (Rao and Wu 1988), because n would make the spread too small by a factor of
-    sqrt((n - 1) / n).
+    Each resample has n - 1 of the n scores (Rao and Wu 1988): n would make the spread too small by sqrt((n - 1) / n).
     """
     rng, n = np.random.default_rng(_SEED), len(scores)
     size, draws = max(1, _CHUNK // n), max(1, n - 1)

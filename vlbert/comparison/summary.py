@@ -30,10 +30,10 @@ class Evaluation:
 
 
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of numbers.json.
+    """Return the content of a comparison's numbers.json.
 
-    `failed` maps the names of failed runs to reasons. These runs are left out of the numbers. A task whose evaluations
-    are unusable, or on different examples, has no numbers; its `problem` gives the reason.
+    `failed` maps the names of failed runs, which are left out, to reasons. If the evaluations of a task are invalid, or
+    not all on the same examples, the task has no numbers, and its `problem` gives the reason.
     """
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
@@ -107,10 +107,7 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
-    """Read the scores of a cell's evaluation, without the examples that have no score.
-
-    Raises ValueError if the task's metric or column is missing, or if the metric is not the mean of the scores.
-    """
+    """Read the scores of a cell's evaluation. Raises ValueError if the task's metric is not the mean of the scores."""
     uri = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
@@ -160,7 +157,7 @@ def _stack_scores(
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
-    """Return each variant's values of a pre-training metric in the last validation, by seed, and their mean."""
+    """Return each variant's mean and per-seed values of a metric, from the last validation of pre-training."""
     by_variant: dict[str, dict[str, float]] = {}
     for cell in pretrainings:
         value = last_metrics(store, cell.run).get(metric)

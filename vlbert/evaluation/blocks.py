@@ -47,10 +47,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue the predictions of a batch. Once a minute, save the queue and return True.
-
-        `first` is the index of the batch's first example.
-        """
+        """Queue the predictions of the batch at example `first`. Once a minute, save the queue and return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

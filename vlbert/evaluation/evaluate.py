@@ -61,12 +61,10 @@ def load_task_model(
 ) -> tuple[TaskModel, Recipe]:
     """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
-    If `recipe` is None, the recipe is the one that the checkpoint was trained with. The task and model settings are
-    the checkpoint's, with `changes` applied, such as {"task.folder": "vqa"}. Raises ValueError if the checkpoint has no
-    head, or was trained for another task.
-
-    If the task can be used without fine-tuning (Task.zero_shot_head), a pre-trained checkpoint is accepted too. The
-    task settings are then those of `recipe`.
+    If `recipe` is None, the recipe is the one that the checkpoint was trained with. The task and model settings are the
+    checkpoint's, with `changes` applied, such as {"task.folder": "vqa"}. If the task can be used without fine-tuning
+    (Task.zero_shot_head), a pre-trained checkpoint is accepted too, and the task settings are those of `recipe`. Raises
+    ValueError if the checkpoint has no head, or was trained for another task.
     """
     config, uri = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
@@ -127,8 +125,7 @@ def evaluate(
     """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 
     If an evaluation with the same settings exists, its metrics.json is returned and no model is loaded. Raises
-    ValueError if a checkpoint was trained for another task, the split does not exist, or the folder has a different
-    evaluation.
+    ValueError if a checkpoint is for another task, the split does not exist, or the folder has a different evaluation.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joint_metrics else 1

@@ -157,7 +157,7 @@ def _describe_example(example: Example, tokens: Sequence[str]) -> dict[str, Any]
 
 
 def _describe_tokens(text: TextInput, names: Sequence[str]) -> dict[str, Any]:
-    """Return the tokens of a text as values for the template, each with its word, region and `labelled`."""
+    """Return a text's tokens for the template, each with its word, its region and whether it is labelled."""
     labelled = np.logical_or.reduce([np.zeros(len(text.tokens), bool), *text.label_masks.values()])
     tokens = zip(text.tokens.tolist(), text.token_region.tolist(), labelled.tolist(), strict=True)
     return {"tokens": [{"word": names[token], "region": region, "labelled": has} for token, region, has in tokens]}

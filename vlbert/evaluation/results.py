@@ -64,7 +64,7 @@ def name_of(uri: str) -> str:
 
 
 def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that identify an evaluation: if they are the same, it need not be repeated."""
+    """Return the values that identify an evaluation, which is not repeated if they are unchanged."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],

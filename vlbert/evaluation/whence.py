@@ -59,7 +59,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a record of a checkpoint, for the runs that start from it to keep (`init_from`, docs/formats.md)."""
+    """Return the record of a checkpoint for the runs that start from it (`init_from` in docs/formats.md)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model
@@ -120,10 +120,7 @@ class TrainedRun:
         raise ValueError(f"{places} is missing; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
-        """Return the step of each sample drawn from dataset `number`, in drawing order: int32 [samples].
-
-        Steps count from 1.
-        """
+        """Return the steps, counted from 1, at which samples of dataset `number` were drawn: int32 [samples]."""
         slots, weights = self.record["step"] * self.record["batch"], [data["weight"] for data in self.record["data"]]
         parts = []
         for start in range(0, slots, _CHUNK):
@@ -133,10 +130,7 @@ class TrainedRun:
         return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return the sample index of each example: int64 [examples].
-
-        Raises ValueError if task files are missing or have changed.
-        """
+        """Return the sample index of each example (int64 [examples]). Raises ValueError if task files have changed."""
         if self.record["task"] == PretrainingSettings.__name__:
             return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
@@ -262,10 +256,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the rows that were seen, with their steps (schema TABLE).
-
-    Sample samples[i] was seen in step steps[i]. `samples` is sorted.
-    """
+    """Return the rows of samples that were seen, with their steps (schema TABLE). `samples` must be sorted."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1

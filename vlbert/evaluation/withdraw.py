@@ -71,10 +71,7 @@ def revise_shards(store: ObjectStore) -> int:
 
 
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """Return lines of text about the checkpoints that have seen these URLs.
-
-    A table of these checkpoints is followed by the checkpoints for which it is unknown.
-    """
+    """Return lines of text: which checkpoints have seen these URLs, and for which this is unknown."""
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")
