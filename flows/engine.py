@@ -55,7 +55,10 @@ def _watch(parent: int) -> None:
 
 
 def follow_state(run: UUID) -> None:
-    """Start a thread that ends this process if `run` or one of its stages is cancelled, and keeps the run's slot."""
+    """Start a thread that ends this process if `run` or one of its stages is cancelled.
+
+    The thread also renews the run's concurrency slot.
+    """
     threading.Thread(target=_follow, args=(run, datetime.now(UTC)), daemon=True).start()
 
 

@@ -91,7 +91,10 @@ def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
 
 @dataclass(frozen=True)
 class TrainDetectorSettings(AnnotationConfig):
-    """Settings for training a detector on annotated images. Those that are None or empty keep the recipe's value."""
+    """Settings for training a detector on annotated images.
+
+    A setting that is None or empty keeps the recipe's value.
+    """
 
     __pydantic_config__ = FORM
 

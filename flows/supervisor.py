@@ -117,7 +117,10 @@ def run_child(
 def run_in_background(
     command: Sequence[str | Path], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Context manager: run `command` with its output in `log`. Yields a function that returns True while it runs."""
+    """Context manager: run `command` with its output in the file `log`.
+
+    Yields a function that returns True while the command is running.
+    """
     with open(log, "ab") as file:
         process, lifeline = _start([str(part) for part in command], file, grace, environment)
     try:

@@ -97,7 +97,10 @@ class Writer:
             self._raise()
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
-        """Wait until all files are written. Raises StorageUnreachable if one is still refused after `wait` s."""
+        """Wait until all queued files are written.
+
+        Raises StorageUnreachable if the storage still refuses writes after `wait` seconds.
+        """
         end = time.monotonic() + wait
         with self._changed:
             while self._jobs:

@@ -155,7 +155,7 @@ class RunLog:
         self._last_beat = time.monotonic()
 
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
-        """Log the averages since the last log line, and print a progress line. `memory` is the peak in bytes."""
+        """Log the averages since the last log line, and print a progress line. `memory` is in bytes."""
         seconds, waited = averages.seconds()
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,

@@ -45,7 +45,7 @@ def autocast(recipe: Any, world: World) -> torch.autocast:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of convolutions and matrix products of `x`: that of autocast, if it is on, or else of `x`."""
+    """Return the dtype in which convolutions and matrix products of `x` are computed, which autocast may change."""
     device = x.device.type
     # is_autocast_enabled raises for a device without autocast, such as `meta`.
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

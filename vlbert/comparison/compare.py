@@ -66,7 +66,10 @@ class Comparison:
         return complete
 
     def run(self) -> bool:
-        """Run the remaining cells. Return False if SIGTERM or SIGINT stopped them; active runs save first."""
+        """Run the remaining cells. Return False if SIGTERM or SIGINT stopped them.
+
+        Active runs save a checkpoint before they stop.
+        """
         done, futures, numbers, local = self.done(), {}, itertools.count(), threading.local()
         self.report(f"{self.plan.name}: {len(self.cells)} training runs, {len(done)} of them complete")
         # Processes are forked from one that has only imported torch.

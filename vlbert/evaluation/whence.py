@@ -130,7 +130,10 @@ class TrainedRun:
         return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return the sample index of each example (int64 [examples]). Raises ValueError if task files have changed."""
+        """Return the sample index of each example: int64 [examples].
+
+        Raises ValueError if task files are missing or have changed.
+        """
         if self.record["task"] == PretrainingSettings.__name__:
             return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
