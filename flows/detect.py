@@ -1,4 +1,4 @@
-"""Find the regions of images in a child process, for all image shards that this detector has not processed.
+"""Find the regions of all images that a detector has not processed yet, in a child process.
 
 The catalog tells which shards are pending, so the same flow also processes new shards on a schedule.
 """

@@ -67,9 +67,9 @@ def fail_fast() -> Iterator[None]:
 
 
 def keep_slot() -> None:
-    """Stop Prefect's engine from renewing the lease of a run's concurrency slot: it ends the run if that fails.
+    """Stop Prefect's engine from renewing a run's concurrency slot, because it ends the run on failure.
 
-    `renew_slot` renews the lease instead, for a day at a time.
+    `renew_slot` renews the slot's lease instead, for a day at a time.
     """
     import prefect.flow_engine
 

@@ -108,7 +108,7 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step, counted from 0."""
+    """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step (from 0)."""
     # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At

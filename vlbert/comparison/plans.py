@@ -148,11 +148,11 @@ _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
 
 
 def table4() -> Plan:
-    """Return a plan that repeats VL-BERT's Table 4 on real data, with half as many fine-tuning epochs as in the paper.
+    """Return a plan for VL-BERT's Table 4 on real data, with half of the paper's fine-tuning epochs.
 
     Requires the fields model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. Annotations are in ROOT/vqa,
-    ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. VQA is evaluated on val2014, because the
-    answers of test-dev are not public.
+    ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. Models are trained end to end. VQA is
+    evaluated on val2014, because the answers of test-dev are not public.
     """
     vqa = ("--task.folder={root}/vqa", "--steps=4335", "--model.regions.features=end_to_end")
     vcr = ("--task.folder={root}/vcr", "--steps=33270", "--optimizer.decay_at", "23288", "29942")

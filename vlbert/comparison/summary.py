@@ -157,7 +157,7 @@ def _stack_scores(
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
-    """Return each variant's mean and per-seed values of a metric, from the last validation of pre-training."""
+    """Return each variant's mean and per-seed values of a metric at the end of pre-training."""
     by_variant: dict[str, dict[str, float]] = {}
     for cell in pretrainings:
         value = last_metrics(store, cell.run).get(metric)

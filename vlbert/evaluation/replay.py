@@ -181,7 +181,7 @@ def _format_label(value: np.ndarray) -> str:
 
 
 def _draw_regions(example: Example, image: ImageInput) -> str:
-    """Draw the regions on the image, with numbers for masked, mentioned and labelled regions. Return an <img> src."""
+    """Draw the regions on the image, numbering masked, mentioned and labelled ones. Return an <img> src."""
     mentioned = {number for text in example.texts for number in text.token_region.tolist()}
     masked = set(np.flatnonzero(image.masked).tolist())
     labelled = [int(number) for mask in image.label_masks.values() for number in np.flatnonzero(mask)]
