@@ -28,14 +28,14 @@ _MAX_DETAIL = 200  # characters of an example that are shown
 
 
 def stage_logger() -> logging.Logger | logging.LoggerAdapter:
-    """Return the logger for a stage's own messages in this flow or task run. Prefect's own loggers have other names."""
+    """Return a logger for a stage's own messages, whose name differs from those of Prefect's loggers."""
     return get_run_logger().getChild(STAGE_LOG)  # ty: ignore[missing-union-attribute] Prefect's adapter has it
 
 
 class Artifact:
-    """A Markdown artifact of this flow run, created by the first `show` and updated by later ones.
+    """A Markdown artifact of this flow run. The first `show` creates it, and later calls update it.
 
-    For each update, the server stores an event with the whole content. About 350 updates are allowed in two days.
+    The server stores the whole content with each update, so updates become less frequent: about 350 in two days.
     """
 
     def __init__(self, stage: str, name: str):
@@ -62,7 +62,7 @@ class Artifact:
 
 @contextmanager
 def log_errors() -> Iterator[None]:
-    """Context manager: log errors of the block instead of raising them, and do not wait for an unreachable server."""
+    """Context manager: log errors instead of raising them, and fail fast if the server is unreachable."""
     try:
         with fail_fast():
             yield
@@ -88,7 +88,7 @@ def make_counts_table(catalog: Catalog, stage: str) -> str:
 
 
 def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
-    """Return the first `detail` text of each of these error statuses. Stops reading when it has all of them."""
+    """Return the first `detail` text of each of these error statuses."""
     details: dict[str, str] = {}
     for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
         for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():
@@ -99,9 +99,9 @@ def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str,
 
 
 def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
-    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if there are no metrics.
+    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if there are none.
 
-    Metrics of parts of a split (accuracy/yes/no) are left out, because there are too many.
+    Metrics with a slash, such as accuracy/yes/no, are left out, because there are too many.
     """
     rows = [
         (escape(name), "–" if value is None else f"{value:.3f}", escape(reported.get(name, "")))

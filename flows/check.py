@@ -17,7 +17,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
-    """Check a whole pipeline. Imports torch. If a check fails, raises ValueError with the setting, problem and fix."""
+    """Check the settings of a whole pipeline. Raises ValueError with the wrong setting, the problem and a fix."""
     for dataset in datasets:
         _check_sources(dataset)
     names = [dataset.name for dataset in datasets]

@@ -25,10 +25,7 @@ COMMITTED = "vlbert.images.committed"
 
 
 def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Return True if a task's retry can help, because the network or the storage could not be reached.
-
-    A damaged list or a denied permission would fail again, so the task is not retried.
-    """
+    """Return True if a retry may help, because a task failed to reach the network or the storage."""
     error = state.result(raise_on_failure=False)
     status = getattr(error, "http_status", None)  # of the storage's response
     return isinstance(error, ConnectionError | TimeoutError) and (status is None or status == 429 or status >= 500)
@@ -61,9 +58,9 @@ def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Coll
     """Download or import the images of one dataset.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        root: Storage root: a local folder, or s3://bucket/prefix.
         dataset: The dataset's name, and the list or folder that its images come from.
-        machines: Number of runs of this deployment, including this one, that share the shards; one per worker.
+        machines: Number of runs of this deployment to share the work, including this one. Each needs a worker.
     """
     start_others(machines)
     artifact, committed = Artifact(IMAGES, dataset.name), set()

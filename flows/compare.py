@@ -1,4 +1,4 @@
-"""Compare models in a child process, which trains variants x tasks x seeds and writes a page (docs/results.md)."""
+"""Compare models in a child process, which trains them on several tasks and seeds (docs/results.md)."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ from storage.safe_json import parse_json
 
 
 def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str, Any]:
-    """Run or resume a comparison, and return the contents of its numbers.json. Call it from the main thread only.
+    """Run or resume a comparison, and return the content of its numbers.json. Call it from the main thread only.
 
     Raises ChildFailed if a training run failed. The results page then has only the other runs.
     """
@@ -32,10 +32,10 @@ def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str,
 
 @flow(name="compare", flow_run_name="{settings.plan}", persist_result=False)
 def compare_flow(root: str, settings: CompareSettings) -> dict[str, Any]:
-    """Train variants of models with several seeds, and report which ones differ.
+    """Train models with several seeds, and report which ones differ.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        root: Storage root: a local folder, or s3://bucket/prefix.
         settings: The plan, and the fields to set in its training runs.
     """
     numbers = compare(root, settings, stage_logger().info)

@@ -1,8 +1,9 @@
-"""Create work pools, alarms and the deployments in a file like prefect.yaml, at the server of PREFECT_API_URL.
+"""Create the deployments in a file such as prefect.yaml, with their work pools and alarms.
 
     vlbert deploy [FILE]
 
-`make serve` does this automatically. Run it again after changing the file. Plain `prefect deploy` creates no alarms.
+The server is that of PREFECT_API_URL. `make serve` does this automatically. Run it again after changing the file. Plain
+`prefect deploy` creates no alarms.
 """
 
 import sys
@@ -28,7 +29,7 @@ NEVER_BEGAN = "flow runs that never begin are crashed"
 def deploy(deployments: Path) -> None:
     """Create the work pools and deployments that a file describes, and the alarms for crashed runs.
 
-    Raises ChildFailed, with Prefect's error, if the file is wrong.
+    Raises ChildFailed, with Prefect's error, if the file is invalid.
     """
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -47,8 +48,8 @@ def deploy(deployments: Path) -> None:
 def set_alarms() -> None:
     """Create the Prefect automations that mark a flow run as crashed if its process and worker have both ended.
 
-    Nothing else reports this. Existing automations that have not changed are kept, because new ones would not know the
-    runs that the old ones were waiting for.
+    Prefect itself does not notice this. Existing automations that have not changed are kept, because new ones would not
+    watch the current runs.
     """
     from prefect.automations import Automation, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
@@ -81,7 +82,7 @@ def set_alarms() -> None:
 
 
 def deploy_file(file: Annotated[Path, Positional, tyro.conf.arg(metavar="FILE")] = Path("prefect.yaml")) -> None:
-    """Create work pools, alarms and the deployments in a file, at the server of PREFECT_API_URL.
+    """Create the deployments in a file, with their work pools and alarms, at the server of PREFECT_API_URL.
 
     Args:
         file: file of deployments, such as prefect.yaml

@@ -1,4 +1,4 @@
-"""Detect: in a child process, find regions in all image shards that have none from this detector.
+"""Find the regions of all images that a detector has not processed yet, in a child process.
 
 The catalog tells which shards are pending, so the same flow also processes new shards on a schedule.
 """
@@ -26,7 +26,7 @@ from storage.settings import as_arguments, changed_fields
 
 @dataclass(frozen=True)
 class Detected:
-    """Totals of a dataset's regions. This run added `new_shards` shards; `peak_bytes` is the child's peak memory."""
+    """Totals of a detector's regions in one dataset. `new_shards` is the number of shards that this run added."""
 
     dataset: str
     detector: str
@@ -35,7 +35,7 @@ class Detected:
     images: int
     regions: int
     seconds: float
-    peak_bytes: int
+    peak_bytes: int  # peak memory of the child process
 
     @property
     def stage(self) -> str:
@@ -49,13 +49,13 @@ def detect(
     log: Callable[[str], object] = print,
     show: Callable[[Callable[[], str]], object] = lambda progress: None,
 ) -> Detected:
-    """Run `vlbert detect` over the dataset, if any shard is pending. Call it from the main thread only.
+    """Run `vlbert detect` on a dataset, unless no shard is pending. Call it from the main thread only.
 
     Args:
-        show: Called every 5 s with a function that returns the progress in shards as one line.
+        show: Called every 5 s with a function that returns a progress line.
 
     Raises:
-        ChildFailed: The detector failed. The error has its last lines of output.
+        ChildFailed: The detector failed. `tail` contains its last lines of output.
         StorageUnreachable: The storage could not be reached. A retry may succeed.
     """
     started, peak_bytes = time.monotonic(), 0
@@ -111,13 +111,13 @@ def flow_run_name() -> str:
 def detect_flow(
     root: str, detector: DetectionConfig, datasets: tuple[str, ...] = (), machines: int = 1
 ) -> dict[str, Detected]:
-    """Find regions in every image shard that has none from this detector yet. Returns the results by dataset.
+    """Find the regions of all images that this detector has not processed. Returns the results by dataset.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        root: Storage root: a local folder, or s3://bucket/prefix.
         detector: The detector and its settings.
-        datasets: Datasets to process; empty: all that have images.
-        machines: Number of runs of this deployment, including this one, that share the shards; one per worker.
+        datasets: Datasets to process; empty: all datasets that have images.
+        machines: Number of runs of this deployment to share the work, including this one. Each needs a worker.
     """
     start_others(machines)
     store, logger = open_store(root), stage_logger()

@@ -1,4 +1,4 @@
-"""Run Prefect's engine for one flow run, patched and watched. Workers start it, as set in prefect.yaml.
+"""Run Prefect's engine for one flow run. Workers start this program, as set in prefect.yaml.
 
     python -m flows.engine
 
@@ -42,7 +42,7 @@ _STATE_INTERVAL = 1.0  # seconds between two requests of the run's state
 
 
 def exit_with_parent(parent: int) -> None:
-    """Watch this process's parent in a thread, and end this process when the parent's id is no longer `parent`."""
+    """Start a thread that ends this process when the process with id `parent` is no longer its parent."""
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 
@@ -55,7 +55,10 @@ def _watch(parent: int) -> None:
 
 
 def follow_state(run: UUID) -> None:
-    """Poll the state of `run` and its stages in a thread: exit if one is cancelled, and keep the concurrency slot."""
+    """Start a thread that ends this process if `run` or one of its stages is cancelled.
+
+    The thread also renews the run's concurrency slot.
+    """
     threading.Thread(target=_follow, args=(run, datetime.now(UTC)), daemon=True).start()
 
 
@@ -81,7 +84,7 @@ def _follow(run: UUID, began: datetime) -> None:
 
 
 def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
-    """Return the flow runs of the stages that `run` has started in its own process."""
+    """Return the flow runs of the stages of `run`."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -90,7 +93,7 @@ def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
 
 
 def run_engine() -> None:
-    """Run Prefect's engine, and exit without Python's normal shutdown, which takes seconds after an import of torch."""
+    """Run Prefect's engine, and exit without Python's normal shutdown, which takes seconds if torch is loaded."""
     status = 1
 
     def exit_now() -> None:

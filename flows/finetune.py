@@ -27,10 +27,11 @@ SETTINGS = {
 def finetune(
     root: str, work: str, settings: FinetuneSettings, log: Log = print, watch: Watch = lambda: None
 ) -> Trained:
-    """Fine-tune, then evaluate. Call it from the main thread only. Raises ValueError if the checkpoint does not exist.
+    """Fine-tune a model and evaluate it. Call it from the main thread only.
 
-    With checkpoint `none`, the vocabulary is still that of the pre-training run, if one is named, so that the results
-    with and without the checkpoint are comparable. The vocabulary is copied to `work`, a folder of this machine.
+    With checkpoint `none`, the model still uses the vocabulary of the pre-training run, if one is named, so that
+    results with and without pre-training are comparable. The vocabulary is copied to `work`, a local folder. Raises
+    ValueError if the checkpoint does not exist.
     """
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
@@ -50,7 +51,10 @@ def finetune(
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """Return the location of the checkpoint to start from, or None. With `none`, only its vocabulary is used."""
+    """Return the location of the checkpoint to start from, or None if no pre-training is used.
+
+    If the setting is `none` but a pre-training run is named, its last checkpoint is returned for its vocabulary.
+    """
     if "/" in settings.checkpoint:
         return settings.checkpoint
     if not settings.pretraining:
@@ -72,7 +76,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
 
 
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:
-    """Copy a checkpoint's vocab.txt to the folder `work`, because it may be in a bucket. Return the copy's path."""
+    """Copy a checkpoint's vocab.txt to the local folder `work`. Return the copy's path."""
     root, _, path = checkpoint.rpartition("/runs/")
     file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,8 +89,8 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
     """Fine-tune VL-BERT on one task.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
-        work: Folder of this machine for copies of vocabularies.
+        root: Storage root: a local folder, or s3://bucket/prefix.
+        work: Local folder for copies of vocabularies.
         settings: The task, its annotations, and the pre-training run to start from.
     """
     log, run = stage_logger().info, settings.resolved_recipe.run

@@ -1,7 +1,7 @@
 """Spread a flow run over several machines: start more runs of its deployment, for workers on other machines.
 
-The runs share the shards of a dataset by claims in the storage (storage/claims.py), so they are independent of each
-other. Each run ends when the whole stage is complete. Cancelling the first run cancels all of them.
+Each run claims the shards that it processes (storage/claims.py), so the runs are independent of each other. Each run
+ends when the whole stage is complete. Cancelling the first run cancels all of them.
 """
 
 from uuid import UUID

@@ -45,8 +45,8 @@ def pretrain_vlbert(
     """Run all stages, from caption lists to fine-tuned models.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
-        work: Folder of this machine for tokenised text and copies of vocabularies.
+        root: Storage root: a local folder, or s3://bucket/prefix.
+        work: Local folder for tokenised text and copies of vocabularies.
         datasets: Datasets to collect, each with its detector.
         pretraining: Settings of the pre-training run, with the datasets to train on.
         finetunings: Settings of fine-tuning runs, which start one after another, by default from the pre-training
@@ -81,7 +81,7 @@ def run_finetunings(
 ) -> list[Trained]:
     """Call `start` with each fine-tuning run's settings, and return the results. If one fails, the others still run.
 
-    At the end, raises RuntimeError that names the failed runs. A signal stops all of them.
+    At the end, raises RuntimeError if any run has failed. A signal stops all of them.
     """
     finetuned, failed = [], []
     for settings in finetunings:

@@ -47,9 +47,9 @@ _COLLECT_SECONDS = 5.0  # time between two garbage collections
 
 
 def wait_for_server() -> None:
-    """Make Prefect's clients in this process wait for an unreachable server. Call it before prefect is imported.
+    """Make Prefect's clients in this process wait up to 8 minutes if the server becomes unreachable.
 
-    A client that has never reached the server does not wait. A run uses one client for all its requests.
+    Call it before prefect is imported. A client that has never reached the server does not wait.
     """
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", _RETRIES)
 
@@ -67,9 +67,9 @@ def fail_fast() -> Iterator[None]:
 
 
 def keep_slot() -> None:
-    """Stop Prefect's engine from renewing the lease of a run's concurrency slot and ending the run if that fails.
+    """Stop Prefect's engine from renewing a run's concurrency slot, because it ends the run on failure.
 
-    `renew_slot` renews the lease instead, for a day at a time.
+    `renew_slot` renews the slot's lease instead, for a day at a time.
     """
     import prefect.flow_engine
 
@@ -79,9 +79,9 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease of the run's slot for a day, if due. Return the lease and when it was renewed (monotonic).
+    """Renew the lease of the run's concurrency slot for a day, if it is due.
 
-    Pass the previous call's result as `renewed`, and (None, 0.0) in the first call.
+    Returns the lease and the time of its renewal, for the next call's `renewed`. The first call gets (None, 0.0).
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
@@ -92,7 +92,7 @@ def renew_slot(
 
 
 def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
-    """Return True if an alarm marked `run` as crashed although its process, started at `began`, is still running."""
+    """Return True if an alarm marked `run` as crashed after this process began to run it."""
     state = run.state
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
@@ -100,8 +100,8 @@ def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
 def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
     """Set the state of a run to Running, and take its concurrency slot again if it is still free.
 
-    When a run ends, the server frees the slot of the lease that the run's state names. If the state names no lease, the
-    server frees the slot of another run. So a run without a slot gets a lease for a limit that does not exist.
+    Otherwise, the run's state names a lease without a slot: if it named none, the server would free the slot of another
+    run when this run ends.
     """
     from prefect.states import Running
 
@@ -117,7 +117,7 @@ def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
 
 
 def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
-    """Take a lease on a slot. It is short, in case the response or new state is lost; `renew_slot` extends it."""
+    """Take a short lease on a concurrency slot, and return its id. `renew_slot` extends the lease."""
     answer = client.increment_concurrency_slots_with_lease([limit], 1, "concurrency", _SHORT_LEASE)
     return UUID(answer.json()["lease_id"])
 
@@ -142,7 +142,7 @@ def handle_sigterm_once() -> None:
 def end_as_cancelled() -> None:
     """End the run of this process, and make the engine report all its flow runs as Cancelled.
 
-    The worker cannot cancel a stage, and may miss a cancellation after the server was down.
+    The worker cannot do this for a stage, and may miss a cancellation after an outage of the server.
     """
     from prefect._internal import control_listener
 
@@ -156,9 +156,9 @@ def end_as_cancelled() -> None:
 def collect_garbage_in_thread() -> None:
     """From now on, collect garbage only in a separate thread, to avoid a deadlock on SQLite.
 
-    Python collects in whichever thread allocates. In the event loop's thread, this finalises SQLite cursors, which
-    waits while another thread uses their connection. That thread waits up to 60 s for the database lock, and the
-    transaction that holds the lock waits for the event loop.
+    In the event loop's thread, garbage collection finalises SQLite cursors, which waits if another thread uses their
+    connection. That thread waits up to 60 s for the database lock, and the transaction that holds the lock waits for
+    the event loop.
     """
 
     def collect() -> None:

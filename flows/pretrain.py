@@ -32,9 +32,9 @@ def pretrain(
     log: Log = print,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Pre-train on the regions of `detector` (None: the only detector). Call it from the main thread only.
+    """Pre-train on the regions of `detector`. If it is None, there must be only one detector.
 
-    The tokenised corpus is written to `work`, a folder of this machine.
+    The tokenised corpus is written to the local folder `work`. Call it from the main thread only.
     """
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary
@@ -55,7 +55,7 @@ def pretrain(
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, log: Log) -> None:
-    """Tokenise `settings.text` into `folder` with `vlbert corpus`. An existing corpus of the same files is kept."""
+    """Tokenise the files `settings.text` into `folder`. An existing corpus of the same files is kept."""
     command = [sys.executable, "-m", "vlbert", "corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]

@@ -2,9 +2,9 @@
 
     vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]
 
-It runs until Ctrl-C. All files of Prefect go to FOLDER (.prefect, or PREFECT_HOME); the user's own Prefect is not used.
-Server and worker are child processes. If one ends, this program ends too, and systemd may restart it. docs/serve.md
-explains how to run the parts on different machines.
+It runs until Ctrl-C. Prefect's files go to FOLDER, by default PREFECT_HOME or .prefect. The user's own Prefect server
+is not used. Server and worker are child processes. If one ends, this program ends too, and systemd may restart it.
+docs/serve.md explains how to run the parts on different machines.
 """
 
 import json
@@ -35,11 +35,11 @@ _POLL = 0.5  # seconds between two checks of server and worker
 def serving(
     home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: run a Prefect server and a worker, and deploy a file. Prefect in this process uses the server.
+    """Context manager: run a Prefect server and a worker for the deployments in a file.
 
     Args:
         home: Folder for the database and the logs.
-        port: Port of the server on 127.0.0.1.
+        port: Port of the server on 127.0.0.1. Prefect's clients in this process then use this server.
         deployments: File of deployments, such as prefect.yaml.
         query_seconds: Time between two queries of the worker for new runs.
         limit: Maximum number of concurrent runs of the worker; None: no limit.
@@ -99,7 +99,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError if `check` raises it, or after 120 s."""
+    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError after 120 s, or if `check` raises it."""
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS

@@ -1,4 +1,4 @@
-"""Settings of the stages, as frozen dataclasses that check their values and appear as forms in Prefect's UI."""
+"""Settings of the stages, as frozen dataclasses that check their values. Prefect's UI shows them as forms."""
 
 import functools
 import math
@@ -68,12 +68,12 @@ class Processes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for torchrun: the threads, and the time to save (`grace`, but at least 30 s)."""
+        """Environment variables for torchrun: the number of threads, and the time to save (`grace`, at least 30 s)."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
         return variables | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {})
 
     def command(self, program: str, arguments: Sequence[str]) -> list[str]:
-        """Return the command that runs `python -m program arguments...` in these processes."""
+        """Return the command that runs the module `program` with these arguments under torchrun."""
         nodes = "--standalone" if self.nodes == 1 else f"--nnodes={self.nodes}"
         options = [nodes, f"--nproc-per-node={self.count}", f"--max-restarts={self.restarts}"]
         return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", program, *arguments]
@@ -81,7 +81,7 @@ class Processes:
 
 @functools.cache
 def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe":
-    """Parse the recipe of a stage's settings, once per process. Raises ValueError as `vlbert train` does."""
+    """Return the recipe that a stage's settings describe. Raises ValueError if they are invalid."""
     from training.program import make_recipe  # here, because it imports torch, which other stages do not need
     from vlbert.recipes import RECIPES
 
@@ -91,7 +91,10 @@ def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
 
 @dataclass(frozen=True)
 class TrainDetectorSettings(AnnotationConfig):
-    """Settings of a run that trains a detector on annotated images. If one is None or empty, the recipe's is kept."""
+    """Settings for training a detector on annotated images.
+
+    A setting that is None or empty keeps the recipe's value.
+    """
 
     __pydantic_config__ = FORM
 
@@ -109,7 +112,7 @@ class TrainDetectorSettings(AnnotationConfig):
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """Settings of a pre-training run. Recipe fields that neither these settings nor `overrides` set are kept."""
+    """Settings of a pre-training run. All other fields keep the recipe's values."""
 
     __pydantic_config__ = FORM
 
@@ -138,13 +141,13 @@ class PretrainSettings:
 
     @property
     def resolved_recipe(self) -> "Recipe":
-        """The recipe that these settings name, with their overrides."""
+        """The recipe, with the run name and the overrides applied."""
         return resolve_recipe(self.recipe, self.run, self.overrides)
 
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Settings of a fine-tuning run on a task's dataset, from a pre-trained checkpoint or, to compare, without one."""
+    """Settings of a fine-tuning run, which starts from a pre-trained checkpoint or, for comparison, without one."""
 
     __pydantic_config__ = FORM
 
@@ -155,7 +158,7 @@ class FinetuneSettings:
     run: str = ""
     """Name of the run under ROOT/runs; empty: the recipe's name."""
     folder: str = ""
-    """Folder of this machine with the task's annotations, as published by its authors."""
+    """Local folder with the task's annotations, as published by its authors."""
     dataset: str = ""
     """Dataset to train on; empty: refcoco+, vqa, vcr or flickr30k, according to the task."""
     detector: str | None = None
@@ -184,13 +187,13 @@ class FinetuneSettings:
 
     @property
     def resolved_recipe(self) -> "Recipe":
-        """The recipe that these settings name, with their overrides."""
+        """The recipe, with the run name and the overrides applied."""
         return resolve_recipe(self.recipe_name, self.run, self.overrides)
 
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison, which trains variants x tasks x seeds (docs/results.md)."""
+    """Settings of a comparison, which trains models on several tasks and seeds (docs/results.md)."""
 
     __pydantic_config__ = FORM
 
@@ -207,10 +210,10 @@ class CompareSettings:
 
 
 def quiet_prefect(home: Path) -> dict[str, str]:
-    """Return environment variables to set before prefect is imported: `home` for its files, and no telemetry.
+    """Return environment variables that disable Prefect's telemetry and put its files into `home`.
 
-    They also exempt this machine from an HTTP proxy, so that Prefect's client reaches a local server. The user's own
-    proxy exemptions are kept.
+    Set them before prefect is imported. They also exempt this machine from an HTTP proxy, so that Prefect's client
+    reaches a local server. The user's own proxy exemptions are kept.
     """
     exemptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     exempt = "*" if exemptions == "*" else ",".join(filter(None, (exemptions, "127.0.0.1", "localhost")))

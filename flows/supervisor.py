@@ -3,8 +3,8 @@
 This file also runs as a program, the supervisor, between the flow and its child. It has its own session and uses only
 the standard library. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's
 session, such as torchrun's ranks. Its standard input is a socket to the flow. When the flow's end of it closes, even
-after `kill -9`, it ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output has a separate pipe: a
-child that held the flow's stdout would block its readers. Linux only (prctl, /proc).
+after `kill -9`, it ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output has a separate pipe,
+because programs that read the flow's stdout would otherwise wait for the child. Linux only (prctl, /proc).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(RuntimeError):
-    """Raised if a child failed. It has the command, return code (-9: signal 9), last lines of output, and reason."""
+    """Raised if a child process failed. `tail` has its last lines of output; a `returncode` of -9 means signal 9."""
 
     def __init__(self, command: Sequence[str], returncode: int, tail: Sequence[str], reason: str):
         super().__init__(command, returncode, tail, reason)  # all arguments, so that the error can be pickled
@@ -117,7 +117,10 @@ def run_child(
 def run_in_background(
     command: Sequence[str | Path], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Context manager: run `command` with its output in the file `log`. Yields a function that tells if it runs."""
+    """Context manager: run `command` with its output in the file `log`.
+
+    Yields a function that returns True while the command is running.
+    """
     with open(log, "ab") as file:
         process, lifeline = _start([str(part) for part in command], file, grace, environment)
     try:
@@ -129,7 +132,7 @@ def run_in_background(
 def _start(
     command: list[str], output: int | IO[bytes], grace: float, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """Start the supervisor. Return its process and this process's end of its socket; closing that ends all children."""
+    """Start the supervisor. Return its process, and a socket to it; closing the socket ends all children."""
     if sys.platform != "linux":
         raise RuntimeError(f"child processes need prctl and /proc of Linux, but this is {sys.platform}")
     if threading.current_thread() is not threading.main_thread():
@@ -170,7 +173,7 @@ _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def _supervise(command: list[str], grace: float) -> None:
-    """Run `command` until it ends, the flow ends or a signal arrives. Then end all descendants and send the status."""
+    """Run `command` until it ends, the flow ends or a signal arrives. Then end all its descendants."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # In addition to the socket, because a process forked by the flow without exec would hold its end open.

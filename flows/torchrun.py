@@ -21,7 +21,7 @@ Watch = Callable[[], object]
 
 
 class TrainingStopped(RuntimeError):
-    """Raised if SIGTERM or SIGINT, not sent by the flow, stopped a training run. It has saved; a new run resumes it."""
+    """Raised if SIGTERM or SIGINT from outside the flow stopped a training run, which has saved a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def train(
 
 
 def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: dict[str, object], log: Log) -> Trained:
-    """Run `vlbert evaluate` on the last checkpoint for each split that these settings have not yet evaluated."""
+    """Run `vlbert evaluate` on the last checkpoint, for all splits of `settings` that are not evaluated yet."""
     from vlbert.evaluation.evaluate import find_evaluation  # here, as above
 
     store = open_store(root, write=False)
@@ -111,18 +111,18 @@ def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: di
 
 
 def drop_none(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields that are not None. The recipe's own values are kept for the others."""
+    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def make_arguments(settings: PretrainSettings | FinetuneSettings, fields: Mapping[str, object]) -> list[str]:
-    """Return the arguments of `vlbert train`: recipe, `fields`, and overrides, which come last to take precedence."""
+    """Return the arguments of `vlbert train`: the recipe, `fields` and the overrides, which take precedence."""
     recipe = settings.recipe if isinstance(settings, PretrainSettings) else settings.recipe_name
     return [*shlex.split(recipe), *as_arguments(fields), *settings.overrides]
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
-    """Raise ValueError if an override names a field that the stage sets. `settings` maps each field to its source."""
+    """Raise ValueError if an override sets one of the fields in `settings`, which the stage sets itself."""
     for argument in overrides:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         field = name.removeprefix("no_")
@@ -133,12 +133,12 @@ def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> No
 def torchrun(
     program: str, arguments: Sequence[str], processes: Processes, log: Log, watch: Watch = lambda: None
 ) -> int:
-    """Run `training.launch -m PROGRAM ARGUMENTS...` to its end on all nodes, and return the peak memory in bytes.
+    """Run `training.launch -m PROGRAM ARGUMENTS...` on all nodes, and return the peak memory in bytes.
 
     `log` and `watch` are passed to `run_child`. Progress lines are turned off.
 
     Raises:
-        ChildFailed: The training failed. The last lines of its output have the error of the failed rank.
+        ChildFailed: The training failed. `tail` contains the error of the failed rank.
         TrainingStopped: The training was stopped by a signal. The message names the saved checkpoint.
     """
     try:

@@ -48,10 +48,10 @@ def train_detector(
 
 @flow(name="train-detector", flow_run_name="{settings.recipe} {settings.run}", persist_result=True)
 def train_detector_flow(root: str, settings: TrainDetectorSettings) -> Trained:
-    """Train the Faster R-CNN that finds regions.
+    """Train a detector that finds image regions.
 
     Args:
-        root: Storage root: a folder of this machine, or s3://bucket/prefix.
+        root: Storage root: a local folder, or s3://bucket/prefix.
         settings: The recipe, images and annotations.
     """
     log, run = stage_logger().info, settings.run or settings.recipe

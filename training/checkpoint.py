@@ -45,11 +45,12 @@ def _print(line: str) -> None:
 
 
 class Writer:
-    """A background thread that writes objects in order, so that steps do not wait for disk or network.
+    """A background thread that writes files to the storage, so that training does not wait for the storage.
 
-    A newer object replaces one that is still queued for the same path. If storage refuses a write (StorageUnreachable:
-    unreachable, full, forbidden), this is logged once and the write is retried until it succeeds. The next call
-    raises any other error. On leaving `with`, all objects are written, or StorageUnreachable names the missing ones.
+    Files are written in the order in which they were queued. A new version of a file replaces one that is still queued.
+    If the storage refuses a write (StorageUnreachable: unreachable, full or forbidden), this is logged once, and the
+    write is retried until it succeeds. Any other error is raised by the next call. On exit, the context manager waits
+    until all files are written, and raises StorageUnreachable with the names of those that cannot be written.
 
     Attributes:
         log: Prints a line.
@@ -81,7 +82,7 @@ class Writer:
         self.submit(path, functools.partial(self.store.put, path, data))
 
     def submit(self, path: str, job: Callable[[], object]) -> None:
-        """Queue `job`, which writes the object `path`. The thread calls it until storage accepts the write."""
+        """Queue a function that writes the file at `path`. It is called again until the storage accepts the write."""
         with self._changed:
             self._raise()
             self._jobs[path] = job
@@ -90,13 +91,16 @@ class Writer:
                 self._thread.start()
 
     def wait_for_slot(self, path: str) -> None:
-        """Wait until no job is queued for `path`. Return at once if storage refuses writes."""
+        """Wait until no job is queued for `path`. Returns at once if the storage refuses writes."""
         with self._changed:
             self._changed.wait_for(lambda: path not in self._jobs or self._refusal or self._error)
             self._raise()
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
-        """Wait until all jobs are done. Raises StorageUnreachable if storage still refuses after `wait` seconds."""
+        """Wait until all queued files are written.
+
+        Raises StorageUnreachable if the storage still refuses writes after `wait` seconds.
+        """
         end = time.monotonic() + wait
         with self._changed:
             while self._jobs:
@@ -151,14 +155,15 @@ def write_checkpoint(
     keep: int,
     metric: str | None,
 ) -> str:
-    """Queue the checkpoint of step `step` of `steps`, and return its path. Old checkpoints are removed afterwards.
+    """Queue a checkpoint to be written, and return its path. Old checkpoints are removed afterwards.
 
-    The tensors are copied before this returns. Waits until the previous checkpoint is written. If storage refuses
-    writes, replaces the previous one in the queue instead.
+    The tensors are copied before this function returns. It waits until the previous checkpoint is written. If the
+    storage refuses writes, the new checkpoint replaces the previous one in the queue instead.
 
     Args:
-        state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` holds
-            the metrics of a validation after the same step, by name.
+        files: Contents of all files except state.json, by name.
+        state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` maps
+            names to the metrics of a validation after the same step.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
@@ -186,11 +191,7 @@ def _copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict[str, Any]:
-    """Write a checkpoint's file to the store and return its hash.
-
-    Tensors are first saved to a file under TMPDIR: safetensors holds Python's global lock when it serializes to
-    memory, which would block the training steps.
-    """
+    """Write one file of a checkpoint to the store, and return its size and SHA-256 hash, for state.json."""
     if isinstance(data, bytes):
         store.put(path, data)
         return file_hash([data])
@@ -211,8 +212,8 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
 def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[str], None] = print) -> Best | None:
     """Remove all but the `keep` newest checkpoints and the best one, and return the best one.
 
-    Incomplete checkpoints older than the newest complete one are removed too. If the best one is unknown because a file
-    is damaged, this is logged and nothing is removed: damage to an old checkpoint must not end a run.
+    Incomplete checkpoints older than the newest complete one are removed too. If the best one cannot be determined
+    because a file is damaged, this is logged, nothing is removed, and None is returned.
     """
     complete = checkpoints(store, run)
     try:

@@ -15,7 +15,7 @@ _MAX_POINTS = 60  # per line: Prefect stores every version of the image
 
 
 def draw_curves(store: ObjectStore, run: str) -> str | None:
-    """Draw a run's training and validation curves as an SVG in a data: URI. Return None if nothing is logged yet."""
+    """Draw a run's training and validation curves. Return an SVG as a data: URI, or None if nothing is logged yet."""
     training, validation = (read_metrics(store, run, kind) for kind in ("training", "validation"))
     if not training:
         return None
@@ -35,14 +35,14 @@ def draw_curves(store: ObjectStore, run: str) -> str | None:
 def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
     """From rows of metrics.jsonl, select the metrics whose names contain one of `words`.
 
-    Names with a slash (a/b) are skipped, because they belong to parts of a split.
+    Names with a slash are skipped, such as accuracy/yes/no, which is the accuracy on yes/no questions.
     """
     names = dict.fromkeys(name for row in rows for name in row if "/" not in name and any(w in name for w in words))
     return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
 
 
 def draw_panels(panels: dict[str, Lines], width: float = 8.0) -> str:
-    """Draw panels (title -> lines) as an SVG in a data: URI, `width` inches wide. The legends show the last values."""
+    """Draw panels (title -> lines) as an SVG that is `width` inches wide, and return it as a data: URI."""
     require("matplotlib", "drawing curves", "attention")
     from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure

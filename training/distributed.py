@@ -42,7 +42,7 @@ class SharedFault(ValueError):
 
 
 def start(limit: timedelta = TIME_LIMIT) -> World:
-    """Join the process group described by torchrun's environment variables, if there is one, and return the World.
+    """Join torchrun's process group, if this process was started by torchrun, and return the World.
 
     The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends. `limit` is how long
     ranks wait for one another.
@@ -60,14 +60,14 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this rank if torchrun is killed, so that it does not train alongside a restart's ranks."""
+    """Make the kernel kill this rank when torchrun ends, so that it cannot train alongside a restarted run."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != _PARENT:  # torchrun has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """Return the message of a failed collective (another rank ended or hangs), or None if `error` is another error."""
+    """Return the first line of the error if it means that another rank ended or hangs, or None for other errors."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
     return line if from_gloo or isinstance(error, dist.DistError) else None
@@ -112,7 +112,7 @@ def broadcast(value: Any, world: World) -> Any:
 
 
 def raise_on_all_ranks(fault: str | None, world: World) -> None:
-    """Raise SharedFault on every rank if any rank passes a fault. Every rank must call this."""
+    """Raise SharedFault on every rank if `fault` is given on any rank. Every rank must call this."""
     faults = gather_rows([fault], world)
     rank = next((rank for rank, message in enumerate(faults) if message), None)
     if rank is not None:

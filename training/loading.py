@@ -15,9 +15,10 @@ EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
 
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
-    """Yield data[step] on the device for each of `steps`, in order, loaded ahead of time by `workers` processes.
+    """Yield data[step] for each of `steps`, in order, loaded ahead of time by `workers` processes.
 
-    EXPECTED errors of the workers are raised here with their original type.
+    The batches are on `device`. Errors of data, settings or storage (EXPECTED) in the worker processes are raised here
+    with their original type.
     """
     loader = DataLoader(
         _ErrorsAsItems(data),
@@ -39,7 +40,7 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
 
 
 def copy_ahead(items: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yield the items on the device. Each is copied while the device computes with the previous one."""
+    """Yield copies of the items on the device. Each item is copied while the previous one is being used."""
     streams = torch.get_device_module(device)
     copying = streams.Stream()
 
@@ -64,7 +65,7 @@ def _move(item: Any, device: torch.device) -> Any:
 
 
 class _ErrorsAsItems(Dataset):
-    """A dataset that returns EXPECTED errors as items: DataLoader would turn them into traceback text."""
+    """A dataset that returns EXPECTED errors as items, because DataLoader would turn them into traceback text."""
 
     def __init__(self, data: Dataset):
         self.data = data

@@ -1,4 +1,4 @@
-"""Log a run: metrics.jsonl, heartbeat.json, trackers, progress lines, skipped steps and unreadable samples."""
+"""Log a training run: metrics, heartbeat, progress lines, skipped steps and unreadable samples."""
 
 import contextlib
 import json
@@ -38,9 +38,9 @@ class Unreadable:
 
 
 class JsonLines:
-    """A file with one JSON object per line. After each addition, the writer's thread rewrites the whole file.
+    """A JSON lines file that the writer's thread rewrites after each addition.
 
-    On opening, lines of steps after `step` are removed, because a resumed run repeats those steps.
+    When an existing file is opened, lines of steps after `step` are removed, because a resumed run repeats those steps.
     """
 
     def __init__(self, writer: "Writer", path: str, step: int):
@@ -60,7 +60,7 @@ class JsonLines:
 
 
 class RunLog:
-    """Rank 0's log of one run, under ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
+    """The log files of one run. Rank 0 writes them to ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
 
     Args:
         writer: Writes all files of the log in its thread.
@@ -118,7 +118,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: at the end of training, record the final state and any error, and finish the trackers."""
+        """Context manager: at the end of the run, record its final state and any error, and finish the trackers."""
         self.set_state("starting")
         try:
             yield
@@ -155,7 +155,7 @@ class RunLog:
         self._last_beat = time.monotonic()
 
     def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
-        """Log the averages after `step` steps, and print the progress line. `memory` is the peak memory in bytes."""
+        """Log the averages since the last log line, and print a progress line. `memory` is in bytes."""
         seconds, waited = averages.seconds()
         rates = {
             "samples_per_second": averages.steps / seconds * self.samples_per_step,
@@ -179,7 +179,7 @@ class RunLog:
         print(f"step {step}/{self.steps}  skipped: {reason}", flush=True)
 
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
-        """Log the metrics of a validation, and write its predictions to predictions.jsonl, one object per line."""
+        """Log and print the metrics of a validation, and write its predictions to predictions.jsonl."""
         overall = {name: value for name, value in metrics.items() if "/" not in name}  # parts of a split are too many
         for dataset, values in {"": overall, **by_dataset(metrics)}.items():
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
@@ -188,7 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log the unreadable samples not logged before, and print the first. Return the total in training."""
+        """Log newly found unreadable samples, and print the first. Return the number found in training so far."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -210,14 +210,14 @@ class RunLog:
 def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
     """Return the last heartbeat of a run (docs/formats.md), or None if the run has not started to train.
 
-    A killed process leaves its heartbeat unchanged: compare `time` with the clock.
+    A killed process leaves its last heartbeat behind: to detect this, compare `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
     return parse_json(store.get(path), store.uri(path)) if store.exists(path) else None
 
 
 def progress_line(beat: Mapping[str, Any]) -> str:
-    """Format a heartbeat as one readable line. The run must have logged at least one line of metrics."""
+    """Format a heartbeat as a progress line. The run must already have logged training metrics."""
     losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
     words = {
         "step": f"{beat['step']}/{beat['steps']}",
@@ -231,7 +231,7 @@ def progress_line(beat: Mapping[str, Any]) -> str:
 
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl with this `kind`, such as "training" or "validation", in order."""
+    """Return the lines of metrics.jsonl whose `kind` matches, such as "training" or "validation"."""
     return [line for line in read_lines(store, f"runs/{run}/metrics.jsonl") if line.get("kind") == kind]
 
 
@@ -253,9 +253,9 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group metrics named `<dataset>/<metric>` by dataset. A validation on several datasets logs such metrics.
+    """Group metrics by dataset. A validation on several datasets names its metrics `<dataset>/<metric>`.
 
-    Other names with a slash, such as accuracy/yes/no, belong to parts of a split and are left out.
+    Other names with a slash are left out, such as accuracy/yes/no, which is the accuracy on yes/no questions.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for name, value in metrics.items():
@@ -272,5 +272,5 @@ def last_metrics(store: ObjectStore, run: str) -> dict[str, float]:
 
 
 def _finite(value: float) -> float | None:
-    """Return the value, or None if it is not finite: JSON has no infinity and no NaN."""
+    """Return the value, or None if it is not finite, because JSON has no infinity or NaN."""
     return value if math.isfinite(value) else None

@@ -54,7 +54,7 @@ class Run(ABC):
 
     @abstractmethod
     def batches(self) -> Iterable[Sequence[Any]]:
-        """Yield this rank's parts of the batch for each remaining step. Gradients are accumulated over the parts."""
+        """Yield this rank's batch for each remaining step, in parts over which gradients are accumulated."""
 
     def open_log(self) -> RunLog | None:
         """Open the run's log. Called on rank 0 only. A subclass may return None to log and save nothing."""
@@ -63,12 +63,15 @@ class Run(ABC):
         return RunLog(self.writer, *progress, self.metadata, trackers, to_json(recipe))
 
     def prepare(self, step: int) -> None:
-        """Prepare a step, numbered from 0: set the learning rate."""
+        """Set the learning rate for a step, counted from 0."""
         set_learning_rate(self.optimizer, step, self.recipe.steps, self.recipe.optimizer)
 
     @abstractmethod
     def losses(self, model: nn.Module, part: Any) -> Losses:
-        """Return the losses on a part of a batch. `model` is self.model or its DDP wrapper. Appends to `unreadable`."""
+        """Return the losses on a part of a batch, and add the part's unreadable samples to `unreadable`.
+
+        `model` is self.model or its DistributedDataParallel wrapper.
+        """
 
     @abstractmethod
     def keys(self, part: Any) -> Sequence[str]:
@@ -76,12 +79,15 @@ class Run(ABC):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        """Function that validates, and returns (metrics, predictions), equal on all ranks. None if there is no data."""
+        """Function that runs a validation, or None if there is no validation data.
+
+        It returns the metrics and the predictions, which are the same on all ranks.
+        """
         return None
 
     @abstractmethod
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
-        """Queue the checkpoint after `done` steps (training/checkpoint.py). Called on rank 0 only.
+        """Queue the checkpoint after `done` steps. Called on rank 0 only.
 
         `validation` holds the metrics of a validation after the same step, and is empty if there was none.
         """
@@ -92,9 +98,10 @@ class Run(ABC):
         return math.inf
 
     def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
-        """Log all ranks' unreadable samples and clear the list. Return {"unreadable": number}, or {} if there are none.
+        """Log the unreadable samples of all ranks, and clear the list. Every rank must call this.
 
-        Raises ValueError on every rank if the run has had more than `max_unreadable` of them.
+        Returns {"unreadable": number of samples}, or {} if there are none. Raises ValueError on every rank if the run
+        has had more than `max_unreadable` of them.
         """
         samples = [*distributed.gather_rows(unreadable, self.world)]
         unreadable.clear()
@@ -114,7 +121,7 @@ def train_steps(run: Run) -> dict[str, float]:
 
     Raises:
         FloatingPointError: recipe.most_skipped consecutive steps were skipped.
-        Stopped: SIGTERM or SIGINT was received by any rank; raised on all ranks.
+        Stopped: A rank received SIGTERM or SIGINT. Raised on all ranks, after the run is saved.
     """
     recipe, world, optimizer = run.recipe, run.world, run.optimizer
     if world.first:
@@ -154,9 +161,10 @@ def train_steps(run: Run) -> dict[str, float]:
 def finish_step(
     run: Run, done: int, stop_requested: bool, stop: Stop, skipping: Skipping, averages: RunningAverages
 ) -> dict[str, float] | None:
-    """Log, validate and save if due after `done` steps. Return the validation metrics, or None without validation.
+    """Complete a step: log, validate and save if these are due after `done` steps.
 
-    Raises Stopped, after saving, if a stop was requested on any rank.
+    Returns the validation metrics, or None if there was no validation. Raises Stopped, after saving, if a stop was
+    requested on any rank.
     """
     recipe, world, log, metrics = run.recipe, run.world, run.log, None
     last = done == recipe.steps
@@ -191,7 +199,7 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run a step's forward and backward passes. Return the last part's losses, and the `sum_losses` of each part."""
+    """Run a step's forward and backward passes. Return the last part's losses and the `sum_losses` of all parts."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part

@@ -30,8 +30,8 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
     Every rank must call this, with losses of the same names.
 
     Returns:
-        [2 * losses + 2] float64 on the device: the sums of the losses, their divisors, the number of ranks on which a
-        stop was requested, and the seconds that the ranks waited for data.
+        A tensor on the device (float64 [2 * number of losses + 2]): the sums of the losses, their divisors, the number
+        of ranks on which a stop was requested, and the total seconds that the ranks waited for data.
     """
     sums = torch.stack([value.detach().double() for value, _ in losses.values()])
     host_values = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
@@ -43,9 +43,9 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
 
 
 def mean_loss(losses: Losses, numbers: Tensor, weights: Mapping[str, float]) -> Tensor:
-    """Return this rank's share of the weighted mean loss, from the result of `sum_losses` over all ranks.
+    """Return this rank's contribution to the weighted loss. The contributions of all ranks sum to the loss.
 
-    A loss without labels in this step counts as 0, not NaN.
+    `numbers` is the result of `sum_losses`. A loss without labels in the batch counts as 0, not NaN.
     """
     divisors = numbers[len(losses) :].clamp(min=1).float()
     total = 0.0
@@ -60,7 +60,7 @@ class Step:
     """Result of the forward and backward passes of one step, over all ranks."""
 
     sums: dict[str, tuple[float, float]]  # name -> (sum, divisor); losses as `loss_<name>`, measures by their own name
-    loss: float  # sum of the weighted mean losses, which is minimized
+    loss: float  # sum of the weighted mean losses, which is minimised
     norm: float  # gradient norm before clipping
     waited: float  # seconds that a rank waited for the step's data, on average
     stop_requested: bool  # True if any rank received SIGTERM or SIGINT
@@ -69,7 +69,7 @@ class Step:
     def of(
         cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
     ) -> "Step":
-        """Build the Step from the losses of the last part, and the `sum_losses` of each part. Waits for the device."""
+        """Build a Step from the results of `sum_losses` for all parts of a batch. Waits for the device."""
         names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
         *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
         rows = np.reshape(numbers, (len(parts), -1))
@@ -113,7 +113,7 @@ class RunningAverages:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values. It has no times, so that identical runs have equal states."""
+        """State to save in a checkpoint. It has no times, so that identical runs save identical states."""
         return {"sums": dict(self._sums), "norms": list(self._norms), "counts": dict(self.counts)}
 
     @contextmanager
@@ -124,7 +124,7 @@ class RunningAverages:
         self._paused += time.monotonic() - began
 
     def add(self, step: Step, taken: bool) -> None:
-        """Add a step. A skipped step (`taken` is False) adds only to the times and to the skipped count."""
+        """Add a step. The losses and gradient norm of a skipped step (`taken` is False) are left out."""
         self.steps += 1
         self._waited += step.waited
         if not taken:
@@ -136,10 +136,10 @@ class RunningAverages:
             self._sums[name] = [before[0] + total, before[1] + count]
 
     def means(self) -> dict[str, float]:
-        """Return the unweighted means of losses (as `loss_<name>`) and measures, each divided by its own count.
+        """Return the mean of each loss, named `loss_<name>`, and of each measure (a logged value without gradient).
 
-        If any step was taken, also includes the mean and maximum gradient norm before clipping, as `gradient_norm` and
-        `gradient_norm_max`.
+        Loss weights are not applied. If any step was taken, the mean and maximum gradient norm before clipping are
+        included as `gradient_norm` and `gradient_norm_max`.
         """
         means = {name: total / count for name, (total, count) in sorted(self._sums.items()) if count}
         if norms := self._norms:
@@ -147,7 +147,7 @@ class RunningAverages:
         return means
 
     def seconds(self) -> tuple[float, float]:
-        """Return the training time of these steps, and how much of it was spent waiting for batches, in seconds."""
+        """Return the training time of these steps, and the part of it spent waiting for batches, in seconds."""
         return max(1e-9, time.monotonic() - self._began - self._paused), self._waited
 
 
@@ -160,7 +160,7 @@ def with_wait_times(items: Iterable[Item]) -> Iterator[tuple[Item, float]]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: on its GPU, or in host memory without a GPU."""
+    """Return this process's peak memory in bytes: GPU memory or, without a GPU, host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux

@@ -17,7 +17,7 @@ class OptimizerConfig:
     kind: Literal["adamw", "adam", "sgd"] = "adamw"  # adamw: decoupled weight decay; others: added to the gradient
     learning_rate: float = 2e-5  # peak rate, after warmup, for the whole global batch; never scaled automatically
     region_learning_rate: float | None = None  # peak rate of a Fast R-CNN inside the model; None: learning_rate
-    # peak rate of what BERT can initialize: text embedding and layers J and T; None: learning_rate
+    # peak rate of what BERT can initialise: text embedding and layers J and T; None: learning_rate
     bert_learning_rate: float | None = None
     warmup_steps: int = 8000  # steps of linear warmup from 0 to learning_rate
     # after warmup: linear decay to 0 at the end; multiply by `decay` at each of decay_at (step); or stay constant
@@ -33,7 +33,7 @@ class OptimizerConfig:
     bias_correction: bool = True  # correct the bias of Adam's moments; BERT's own optimizer does not
     weight_decay: float = 1e-4  # share of a weight that is subtracted by a step at learning rate 1
     # parameters that decay. all: every parameter; matrices: all but biases and LayerNorms; vectors: only biases and
-    # LayerNorms, as in ViLBERT's first program
+    # LayerNorms, as in ViLBERT's first code release
     decayed: Literal["all", "matrices", "vectors"] = "all"
     max_grad_norm: float | None = 10.0  # maximum global gradient norm; None: no clipping
     clip_each: bool = False  # clip the gradient of each tensor to max_grad_norm, instead of the global gradient
@@ -58,7 +58,7 @@ class OptimizerConfig:
 
 
 def check_decay(config: OptimizerConfig, steps: int) -> None:
-    """Raise ValueError if `config.decay_at` has an update that is not before the last of `steps` updates."""
+    """Raise ValueError if an update in `config.decay_at` is not before the last of `steps` updates."""
     late = [at for at in config.decay_at if at >= steps]
     if late:
         raise ValueError(
@@ -68,9 +68,9 @@ def check_decay(config: OptimizerConfig, steps: int) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make an optimizer of all trainable parameters, with one group per pair of peak learning rate and weight decay.
+    """Create the optimizer, with one parameter group per pair of peak learning rate and weight decay.
 
-    `bert_learning_rate` applies to parameters whose names start with one of `model.bert_parameters`, if it has any.
+    `bert_learning_rate` applies to parameters whose names start with a prefix in `model.bert_parameters`, if it exists.
     """
     bert_prefixes = tuple(getattr(model, "bert_parameters", ()))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -95,10 +95,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
-    """Return the factor of the peak learning rate at update `update` (from 1) of `updates`.
+    """Return the factor of the peak learning rate at an update, counted from 1.
 
-    The factor rises linearly to 1 over the warmup. Then the linear schedule decreases it to 0 at the last update, as in
-    the authors' code, and the step schedule multiplies it by `decay` after each update of `decay_at`.
+    The factor rises linearly to 1 over the warmup. Then the linear schedule decreases it to 0 at the last update
+    (`updates`), as in the authors' code. The step schedule multiplies it by `decay` after each update in `decay_at`.
     """
     if update < config.warmup_steps:
         return update / config.warmup_steps
@@ -108,7 +108,7 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Set learning rate, weight decay and, for Adam, epsilon of all parameter groups for `step` (from 0) of `steps`."""
+    """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step (from 0)."""
     # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At

@@ -33,7 +33,7 @@ def float32_precision(convolutions: Float32, matrices: Float32) -> Iterator[None
 
 @contextmanager
 def recipe_precision(recipe: Any) -> Iterator[None]:
-    """Context manager for a whole run: use TF32 if recipe.precision is tf32, and exact float32 products otherwise."""
+    """Context manager that enables TF32 if recipe.precision is "tf32", and disables it otherwise."""
     kind = "tf32" if recipe.precision == "tf32" else "ieee"
     with float32_precision(kind, kind):
         yield
@@ -45,7 +45,7 @@ def autocast(recipe: Any, world: World) -> torch.autocast:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that convolutions and matrix products of `x` use: autocast's, or that of `x`."""
+    """Return the dtype in which convolutions and matrix products of `x` are computed, which autocast may change."""
     device = x.device.type
     # is_autocast_enabled raises for a device without autocast, such as `meta`.
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -32,9 +32,10 @@ def run_program(
     train: Callable[[Any, World], Any],
     arguments: Sequence[str] | None,
 ) -> None:
-    """Run `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun. Errors are printed as one line.
+    """Run the command line `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun.
 
-    `program` is the name for messages. `check_complete` raises ValueError if the recipe lacks a required field.
+    Errors are printed as one line. `program` is the name for messages. `check_complete` raises ValueError if the recipe
+    lacks a required field.
     """
     recipe_name, remaining = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -72,7 +73,7 @@ def split_recipe(
 
 
 def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the recipe with all arguments applied: those of its function, such as --size, and those for its fields.
+    """Return the recipe with all arguments applied: those of its function, such as --size, and its fields.
 
     Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """
@@ -82,7 +83,7 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 def parse_recipe(
     name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
 ) -> tuple[Any, list[str]]:
-    """Call the recipe's function with its own arguments, such as --size. Return the recipe and the other arguments."""
+    """Call the recipe's function with its arguments, such as --size. Return the recipe and the remaining arguments."""
     return parse_known(find_recipe(name, recipes), arguments)
 
 
@@ -105,9 +106,10 @@ def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """Return the function `name`: one of `recipes`, or MODULE:FUNCTION, importable from the working directory.
+    """Return the function with this name in `recipes`, or the function that MODULE:FUNCTION names.
 
-    Raises ValueError if there is none. `kind` is what messages call the function.
+    MODULE may also be in the working directory. Raises ValueError if there is no such function. `kind` is the word for
+    the function in messages.
     """
     if name in recipes:
         return recipes[name]
@@ -131,10 +133,10 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
 
 
 def run_in_world(name: str, function: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
-    """Call `function` with the World of this process. EXPECTED errors end the program with a one-line message.
+    """Call `function` with the World of this process, and exit with a status and message if it fails.
 
-    A rank does not repeat another rank's error. Bugs keep their traceback. If the run was stopped by a signal, each
-    rank exits with status STOPPED.
+    Expected errors (EXPECTED) are printed as one line, and only once if all ranks raise the same error. Other errors
+    keep their traceback. If the run was stopped by a signal, each rank exits with status STOPPED.
     """
     world = ALONE
     try:

@@ -23,11 +23,11 @@ class Skipping:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values."""
+        """State to save in a checkpoint, as JSON values."""
         return {"taken": list(self.taken), "in_a_row": self.in_a_row}
 
     def skip_reason(self, step: Step) -> str | None:
-        """Return why this step must be skipped, or None if it is taken. Records the decision."""
+        """Decide whether to skip a step. Return the reason, or None if the step should be taken."""
         reason = self._reason(step)
         if reason:
             self.in_a_row += 1
@@ -49,7 +49,7 @@ class Skipping:
 
 
 class LiveNorms:
-    """Running statistics of a model's BatchNorms: saved before each step, and restored if it is skipped."""
+    """Running statistics of a model's BatchNorms, saved before each step and restored if it is skipped."""
 
     def __init__(self, model: nn.Module):
         norms = [norm for norm in model.modules() if getattr(norm, "track_running_stats", False)]

@@ -11,15 +11,16 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """Raised after a run received SIGTERM or SIGINT and saved. The message names the step and the checkpoint."""
+    """Raised after a run received SIGTERM or SIGINT and saved a checkpoint, which the message names."""
 
 
 class Stop:
-    """Context manager: the first SIGTERM or SIGINT sets `requested`; a second SIGINT (Ctrl-C) ends the process.
+    """Context manager that sets `requested` on the first SIGTERM or SIGINT. A second Ctrl-C ends the process.
 
-    A second SIGTERM is ignored, because launchers send it to the process group and to each process. So is a second
-    SIGINT under torchrun, which repeats it. If SIGINT was already ignored, as in a script's background jobs, it stays
-    ignored. After a stopped run, the handlers stay in place, because the writer and other ranks may still be running.
+    A second SIGTERM is ignored, because launchers send it both to the process group and to each process. Under
+    torchrun, a second SIGINT is ignored too, because torchrun repeats the first one. If SIGINT was already ignored, as
+    in a script's background jobs, it stays ignored. After a stopped run, the handlers stay in place, because the writer
+    and other ranks may still be running.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ COMMANDS = {
     "train": ("vlbert.train", "pre-train or fine-tune a model"),
     "evaluate": ("vlbert.evaluation.evaluate", "evaluate a checkpoint on a split: metrics, a page, submissions"),
     "predict": ("vlbert.predict.command", "ask a model about your own images"),
-    "compare": ("vlbert.comparison.compare", "train variants x tasks x seeds, and write a page that compares them"),
+    "compare": ("vlbert.comparison.compare", "train models on several tasks and seeds, and compare them on a page"),
     "whence": ("vlbert.evaluation.whence", "list every image URL that a checkpoint has seen, and at which steps"),
     "withdraw": ("vlbert.evaluation.withdraw", "withdraw images, and list every checkpoint that has seen them"),
     "replay": ("vlbert.evaluation.replay", "rebuild the batch of any step, and show it as a page"),

@@ -72,18 +72,18 @@ class Cell:
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Changed data, task and model fields to use in the evaluation. Without the seed, which changes the order."""
+        """Changed data, task and model fields by name, to use in the evaluation as well. The seed is left out."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
 
 
 def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
-    """Return all cells of a plan, seed by seed, each after the cell that it needs.
+    """Return all cells of a plan, ordered by seed, with pre-training before the fine-tuning that depends on it.
 
     `fields` are `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant.
-    Without it, the field is set in all cells. Several values are split as by a shell. Raises ValueError if a recipe or
-    field does not exist or is invalid.
+    Without it, the field is set in all cells. Multiple values are separated as in a shell. Raises ValueError if a
+    recipe or field does not exist or is invalid.
     """
     scoped, cells = [_parse_field(field, plan) for field in fields], []
     for seed in plan.seeds:
@@ -103,7 +103,7 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
 
 
 def _parse_field(text: str, plan: Plan) -> tuple[str | None, list[str]]:
-    """Split `[SCOPE:]field=value` into the scope, or None, and command-line arguments."""
+    """Split `[SCOPE:]field=value` into the scope (None if there is none) and the command-line arguments."""
     name, _, value = text.partition("=")
     scope, separator, field = name.rpartition(":")
     if separator and scope not in (PRETRAINING, *plan.tasks, *plan.variants):
@@ -146,7 +146,7 @@ def _make_cell(
 
 
 def is_done(cell: Cell, root: str) -> bool:
-    """Return True if a cell is trained, from its pre-training's latest weights, and evaluated. Loads no tensors."""
+    """Return True if a cell is evaluated and was trained from the current pre-trained weights. Loads no tensors."""
     if not find_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
@@ -158,7 +158,7 @@ def is_done(cell: Cell, root: str) -> bool:
 
 
 def _started_from(store: ObjectStore, checkpoint: str, pretraining: Cell) -> bool:
-    """Return True if a fine-tuning checkpoint records the current weights of `pretraining` as its initial weights."""
+    """Return True if a fine-tuning checkpoint was trained from the current weights of `pretraining`."""
     weights = read_state(store, pretraining.checkpoint)["files"][MODEL]["sha256"]
     return read_state(store, checkpoint)["init_from"]["model"] == weights
 
@@ -167,10 +167,11 @@ def _started_from(store: ObjectStore, checkpoint: str, pretraining: Cell) -> boo
 
 
 def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str], threads: int) -> None:
-    """Run one cell, as the main function of a process: train it, or resume it, and evaluate it.
+    """Train and evaluate one cell, as the main function of a process. A partly trained cell is resumed.
 
-    Stdout and stderr go to the file `output`. After an error, the reason goes to the same path with suffix .reason. The
-    exit status is 0, 1 after an error, or STOPPED after SIGTERM. If the parent ends, the process sends itself SIGTERM.
+    Stdout and stderr go to the file `output`. After an error, the reason is written to the same path with the suffix
+    .reason. The exit status is 0, or 1 after an error, or STOPPED after SIGTERM. If the parent ends, the process sends
+    itself SIGTERM.
     """
     os.environ |= environment
     with open(output, "wb") as file:
@@ -193,7 +194,7 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
 
 
 def _train_and_evaluate(cell: Cell, root: str) -> None:
-    """Train and evaluate a cell. Raises ValueError if its run was begun from other weights or with other `steps`."""
+    """Train and evaluate a cell. Raises ValueError if its run started from other weights or has other `steps`."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
     if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:

@@ -1,12 +1,12 @@
-"""Train variants x tasks x seeds on one root, and write a page that compares them.
+"""Train several models on several tasks and seeds, and write a page that compares them.
 
     vlbert compare PLAN --data.root ROOT [--fields [SCOPE:]field=value ...]
 
 PLAN is a function in vlbert/comparison/plans.py, or MODULE:FUNCTION. A field is set in all training runs or, with a
 SCOPE, only in those of `pretraining`, a task or a variant: vqa:task.folder=FOLDER. The runs are ROOT/runs/compare-*.
 Complete runs are not repeated, so a stopped comparison resumes. If a run fails, the reason is reported, the others
-continue, and the exit status is 1. Writes index.html and, last, numbers.json to ROOT/comparisons/PLAN. docs/results.md
-explains them.
+continue, and the exit status is 1. The results are written to ROOT/comparisons/PLAN: index.html and, last,
+numbers.json. docs/results.md explains them.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from vlbert.comparison.summary import summarise
 
 @dataclass(eq=False)
 class Comparison:
-    """A runner of the remaining training runs (cells) of a plan, several at a time, each in its own process."""
+    """Runs the incomplete training runs (cells) of a plan, several at a time, each in its own process."""
 
     plan: Plan
     root: str
@@ -66,7 +66,10 @@ class Comparison:
         return complete
 
     def run(self) -> bool:
-        """Run the remaining cells. Returns False if stopped by SIGTERM or SIGINT, after active runs have saved."""
+        """Run the remaining cells. Return False if SIGTERM or SIGINT stopped them.
+
+        Active runs save a checkpoint before they stop.
+        """
         done, futures, numbers, local = self.done(), {}, itertools.count(), threading.local()
         self.report(f"{self.plan.name}: {len(self.cells)} training runs, {len(done)} of them complete")
         # Processes are forked from one that has only imported torch.
@@ -84,7 +87,7 @@ class Comparison:
         return not self.stopping
 
     def _run_in_process(self, cell: Cell, needed: Future[bool] | None, local: threading.local, output: Path) -> bool:
-        """Run a cell in a process after the cell that it needs. Returns True on success. `local.slot` picks the GPU."""
+        """Run a cell in a process once `needed`, the cell that it depends on, is done. Return True on success."""
         if cell.needs and needed and not needed.result() and not self.stopping:
             return self._fail(cell, f"not started: its pre-training {cell.needs.run} failed")
         threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
@@ -116,7 +119,7 @@ class Comparison:
 
     @contextmanager
     def _stop_on_signals(self) -> Iterator[None]:
-        """Stop all processes on SIGTERM, SIGINT or an error within this context."""
+        """Context manager: stop all processes on SIGTERM, SIGINT or an error."""
         before = {}
         if threading.current_thread() is threading.main_thread():  # only there can handlers be set
             before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -160,7 +163,7 @@ def compare(
     jobs: int | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
-    """Train and evaluate the remaining runs of a plan, then write its page and, last, numbers.json.
+    """Train and evaluate the remaining runs of a plan, then write the results page and numbers.json.
 
     Returns the content of numbers.json, or None if stopped by a signal. Raises ValueError, before anything is trained,
     if the plan, a field or the seeds are invalid.
@@ -191,7 +194,7 @@ def compare_plan(
     seeds: tuple[int, ...] = (),
     jobs: int | None = None,
 ) -> None:
-    """Train variants x tasks x seeds on one root, and write a page that compares them.
+    """Train several models on several tasks and seeds, and write a page that compares them.
 
     Args:
         plan: a function of vlbert/comparison/plans.py, or MODULE:FUNCTION

@@ -25,12 +25,11 @@ class Interval:
 
 
 def interval(scores: np.ndarray) -> Interval:
-    """Compute the mean of scores [seeds, examples] and its 95 % confidence interval.
+    """Return the mean of scores [seeds, examples] with its 95 % confidence interval.
 
-    To compare two models, pass the difference of their scores, so that both are resampled alike. The width of each side
-    is the root of the sum of two squares: the width over resampled examples, and the width over the seeds by Student's
-    t. Seeds are too few to resample: percentiles over three of them are at best those of a normal distribution, too
-    narrow by a factor of 2.2. With one seed, the interval is over the examples only.
+    To compare two models, pass the difference of their scores, so that both are resampled alike. The interval combines
+    the variation over examples (bootstrap) and over seeds (Student's t): the width of each side is the root of the sum
+    of the squared widths. With one seed, only the variation over examples counts.
     """
     mean, over_seeds = float(scores.mean()), _width_over_seeds(scores.mean(1))
     low, high = np.quantile(_resample_means(scores.mean(0)), [(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2])
@@ -38,9 +37,9 @@ def interval(scores: np.ndarray) -> Interval:
 
 
 def _resample_means(scores: np.ndarray) -> np.ndarray:
-    """Return the means [REPLICATES] of bootstrap resamples of scores [n].
+    """Return the means [REPLICATES] of bootstrap resamples of scores [examples].
 
-    Each resample has n - 1 scores (Rao and Wu 1988): with n, the spread is too small by the root of (n - 1) / n.
+    Each resample has n - 1 of the n scores (Rao and Wu 1988): n would make the spread too small by sqrt((n - 1) / n).
     """
     rng, n = np.random.default_rng(_SEED), len(scores)
     size, draws = max(1, _CHUNK // n), max(1, n - 1)
@@ -52,6 +51,7 @@ def _width_over_seeds(means: np.ndarray) -> float:
     """Return the half-width of the 95 % interval for the mean of `means` [seeds]; 0 for one seed."""
     if len(means) == 1:
         return 0.0
+    # Not a bootstrap: percentiles over three seeds are at best normal ones, too narrow by a factor of 2.2.
     return t_quantile(len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))
 
 

@@ -8,7 +8,7 @@ from vlbert.evaluation.results_page import render
 
 
 def page(summary: Mapping[str, Any]) -> bytes:
-    """Return the content of index.html, given that of numbers.json."""
+    """Return the comparison's HTML page. `summary` is the content of numbers.json."""
     pairs = sum(len(task["pairs"]) for task in summary["tasks"].values())
     values = {"summary": summary, "by_chance": round(0.05 * pairs), "pairs": pairs}
     template = Path(__file__).parent / "comparison.html.j2"
@@ -20,5 +20,5 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def points(difference: float) -> str:
-    """Format a difference between two shares in percentage points, with its sign."""
+    """Format the difference between two fractions as signed percentage points."""
     return f"{100 * difference:+.1f}"

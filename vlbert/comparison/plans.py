@@ -1,4 +1,4 @@
-"""Plans for `vlbert compare`. Each function returns one, like the recipes in vlbert/recipes/."""
+"""Plans of the comparisons that `vlbert compare` runs. Each function returns one Plan."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _NAME = re.compile(r"[a-z0-9_]+")
 
 @dataclass(frozen=True)
 class Training:
-    """A recipe to train, from vlbert/recipes/ or as MODULE:FUNCTION, and changes to its fields."""
+    """A training run: the name of its recipe (or MODULE:FUNCTION), and changes to the recipe's fields."""
 
     recipe: str
     changes: tuple[str, ...] = ()  # arguments as for `vlbert train`; {root} in them stands for data.root
@@ -30,13 +30,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class ComparedTask:
-    """A column of the comparison: a task, and the split and metric by which models fine-tuned on it are evaluated.
+    """A column of the comparison: a task on which the models are fine-tuned and evaluated.
 
     Attributes:
-        split: As for `vlbert evaluate`.
-        metric: Metric in metrics.json. It must be the mean over the examples of `column` in predictions.parquet.
-        within: None if the column has scores. K if it has ranks: those up to K score 1, so that 5 gives recall@5.
-        chance: Metric in metrics.json for a random guess; None: there is none.
+        split: Split to evaluate on, named as for `vlbert evaluate`.
+        metric: Name of a metric in metrics.json. It must be the mean of the examples' scores in `column`.
+        column: Column of predictions.parquet.
+        within: None if the column has scores. If it has ranks, a rank up to `within` scores 1, others 0.
+        chance: Name of the metric in metrics.json for a random guess; None if there is none.
     """
 
     title: str
@@ -49,7 +50,7 @@ class ComparedTask:
 
 @dataclass(frozen=True)
 class Plan:
-    """Variants x tasks x seeds: each pair of a variant and a task is trained once per seed."""
+    """A plan of a comparison. Each variant is trained on each task once per seed."""
 
     name: str
     title: str
@@ -98,7 +99,7 @@ _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regi
 
 
 def family_demo() -> Plan:
-    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on drawn scenes: 1,000 steps of 32 captions each."""
+    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on the synthetic images of demo/scenes.py."""
     # In the recipes' 600 steps, the last two only begin to learn which captions and images belong together.
     longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
     corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
@@ -147,11 +148,11 @@ _TABLE4: dict[str, tuple[str, tuple[str, ...] | None, tuple[float, ...]]] = {
 
 
 def table4() -> Plan:
-    """Return a plan for VL-BERT's Table 4 on real data, end to end, with half as many fine-tuning epochs as there.
+    """Return a plan for VL-BERT's Table 4 on real data, with half of the paper's fine-tuning epochs.
 
-    Needs the fields model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. Annotations are in ROOT/vqa,
-    ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. VQA is evaluated on val2014, because the
-    answers of test-dev are not public.
+    Requires the fields model.regions.weights=FILE and pretraining:data.text_corpus=FOLDER. Annotations are in ROOT/vqa,
+    ROOT/refcoco+ and ROOT/vcr, or in a folder given as vqa:task.folder=FOLDER. Models are trained end to end. VQA is
+    evaluated on val2014, because the answers of test-dev are not public.
     """
     vqa = ("--task.folder={root}/vqa", "--steps=4335", "--model.regions.features=end_to_end")
     vcr = ("--task.folder={root}/vcr", "--steps=33270", "--optimizer.decay_at", "23288", "29942")
@@ -182,7 +183,7 @@ PLANS = {plan.__name__: plan for plan in (family_demo, table4)}
 
 
 def find_plan(name: str) -> Plan:
-    """Return the plan with this name, or from MODULE:FUNCTION. Raises ValueError if there is none."""
+    """Return the plan with this name, or the plan that MODULE:FUNCTION returns. Raises ValueError if there is none."""
     plan = find_recipe(name, PLANS, "plan")()
     if not isinstance(plan, Plan):
         raise ValueError(f"{name} returns {type(plan).__name__}, not a Plan; docs/results.md has an example")

@@ -20,7 +20,7 @@ from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The evaluation of a cell: examples (key, question) with their scores, and the metrics and warnings."""
+    """The evaluation of a cell: the metrics, any warnings, and a score for each example (key, question)."""
 
     cell: Cell
     examples: list[tuple[str, str]]
@@ -30,10 +30,10 @@ class Evaluation:
 
 
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of numbers.json.
+    """Return the content of a comparison's numbers.json.
 
-    `failed` maps the names of failed runs, which are left out of the numbers, to reasons. If the evaluations of a task
-    do not fit the plan or each other, the task has no numbers, and its `problem` gives the reason.
+    `failed` maps the names of failed runs, which are left out, to reasons. If the evaluations of a task are invalid, or
+    not all on the same examples, the task has no numbers, and its `problem` gives the reason.
     """
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
@@ -62,7 +62,7 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
 
 
 def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Return each variant's mean on a task with its interval, and the differences between all pairs of variants."""
+    """Return the mean and interval of each variant on a task, and the differences between all pairs of variants."""
     task, problem = plan.tasks[name], None
     try:
         evaluations = [read_scores(store, cell, task) for cell in cells if cell.task == name]
@@ -107,7 +107,7 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
-    """Read a cell's evaluation, only its scored examples. Raises ValueError if the metric is not the mean score."""
+    """Read the scores of a cell's evaluation. Raises ValueError if the task's metric is not the mean of the scores."""
     uri = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
@@ -131,12 +131,15 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
 
 
 def score_of(value: Any, within: int | None) -> float:
-    """Return the score of an example: `value` or, if it is one or more ranks, the share of them up to `within`."""
+    """Return the score of an example: `value` or, if `within` is given, the fraction of its ranks up to `within`."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 
 def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
-    """Return the difference between two variants, first minus second, over common seeds. Without any, it is None."""
+    """Return the mean difference (first minus second) between two variants over their common seeds.
+
+    The mean and its interval are None if the variants have no seed in common.
+    """
     minuend, subtrahend = by_variant[first], by_variant[second]
     seeds = [seed for seed in minuend if seed in subtrahend]
     pair = {"first": first, "second": second, "seeds": seeds}
@@ -154,7 +157,7 @@ def _stack_scores(
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
-    """Return a metric's mean and value by seed for each variant, from the last validation of its pre-training runs."""
+    """Return each variant's mean and per-seed values of a metric at the end of pre-training."""
     by_variant: dict[str, dict[str, float]] = {}
     for cell in pretrainings:
         value = last_metrics(store, cell.run).get(metric)

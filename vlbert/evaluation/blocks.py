@@ -24,7 +24,7 @@ _ARRAY = 1  # msgpack extension type of arrays
 
 
 class Blocks:
-    """Predictions of one evaluation, saved in blocks in `folder`. `inputs` is everything that affects them."""
+    """The saved predictions of one evaluation, in files under `folder`. `inputs` identifies the evaluation."""
 
     def __init__(self, store: ObjectStore, folder: str, inputs: Mapping[str, Any]):
         name = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -33,7 +33,10 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return saved predictions by the index of their first example. Raises ValueError if a file is damaged."""
+        """Return the saved predictions of each batch, by the index of its first example.
+
+        Raises ValueError if a file is damaged.
+        """
         saved = {}
         for info in self.store.list(self.prefix):
             try:
@@ -44,7 +47,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue the predictions of the batch from example `first`. Once a minute, save the queue and return True."""
+        """Queue the predictions of the batch at example `first`. Once a minute, save the queue and return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False
@@ -55,7 +58,7 @@ class Blocks:
 
 
 def delete_blocks(store: ObjectStore, folder: str) -> None:
-    """Delete the blocks of all evaluations in the folder."""
+    """Delete the saved predictions of all evaluations in the folder."""
     for info in list(store.list(f"{folder}blocks-")):
         store.delete(info.path)
 

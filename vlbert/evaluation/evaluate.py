@@ -1,15 +1,15 @@
-"""Evaluate a checkpoint on all examples of a split. Writes predictions, metrics, files for leaderboards, and a page.
+"""Evaluate a checkpoint on all examples of a split. Writes predictions, metrics, submission files and a page.
 
     torchrun --nproc-per-node N -m vlbert.evaluation.evaluate RECIPE CHECKPOINT SPLIT [--field value ...] [--out FOLDER]
 
-RECIPE is the one that CHECKPOINT was trained with. It says which data to read. A retrieval recipe also accepts a
-checkpoint pre-trained with the relationship head, without fine-tuning. CHECKPOINT is ROOT/runs/RUN/step-*,
-ROOT/runs/RUN (the newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head. For VCR,
-two can be given, joined by a comma: one trained for answers and one for rationales. SPLIT is named as in the task's
-files (val2014, testA, ...). For a task without splits, it is the name of a dataset. Fields are the recipe's. By
-default, data.root and the task's settings are the checkpoint's. Output goes to
-ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or to FOLDER, which may be s3://. A stopped evaluation
-resumes. An existing one with the same settings is kept. To repeat it, delete its folder.
+RECIPE is the recipe that CHECKPOINT was trained with; it names the data to read. A retrieval recipe also accepts a
+checkpoint that was only pre-trained, with the relationship head. CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (its
+newest checkpoint), ROOT/runs/RUN/best or a local folder with a model and its task's head. For VCR, two can be given,
+joined by a comma: one trained for answers and one for rationales. SPLIT is named as in the task's files (val2014,
+testA, ...). For a task without splits, it is the name of a dataset. The fields are those of the recipe. By default,
+data.root and the task's settings are the checkpoint's. Output goes to ROOT/runs/RUN/evaluations/SPLIT-step-*, or to
+FOLDER, which may be s3://; metrics.json is written last. A stopped evaluation resumes. A complete one with the same
+settings is not repeated, unless its folder is deleted.
 """
 
 import sys
@@ -61,10 +61,10 @@ def load_task_model(
 ) -> tuple[TaskModel, Recipe]:
     """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
-    The recipe is `recipe` or, if it is None, the one that the checkpoint was trained with. Its task and model settings
-    always come from the checkpoint, with `changes` applied, such as {"task.folder": "vqa"}. Attributes in Task.saved
-    are loaded too. A pre-trained model also fits the recipe of a task that needs no fine-tuning (Task.zero_shot_head).
-    The task settings are then the recipe's. Raises ValueError if the checkpoint has no head, or another task's.
+    If `recipe` is None, the recipe is the one that the checkpoint was trained with. The task and model settings are the
+    checkpoint's, with `changes` applied, such as {"task.folder": "vqa"}. If the task can be used without fine-tuning
+    (Task.zero_shot_head), a pre-trained checkpoint is accepted too, and the task settings are those of `recipe`. Raises
+    ValueError if the checkpoint has no head, or was trained for another task.
     """
     config, uri = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):
@@ -103,7 +103,7 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
-    """Load pre-trained weights and the head that the task uses. Raises ValueError if the checkpoint lacks that head."""
+    """Load pre-trained weights and the head that the task uses. Raises ValueError if that head is missing."""
     if not checkpoint.part(f"head.{model.task.zero_shot_head}."):
         raise ValueError(
             f"{checkpoint.uri} was pre-trained without the {model.task.zero_shot_head} head that "
@@ -125,7 +125,7 @@ def evaluate(
     """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 
     If an evaluation with the same settings exists, its metrics.json is returned and no model is loaded. Raises
-    ValueError if a checkpoint is for another task, the split is missing, or the folder has another evaluation.
+    ValueError if a checkpoint is for another task, the split does not exist, or the folder has a different evaluation.
     """
     task_class = task_of(recipe.task)
     limit = 2 if task_class.joint_metrics else 1
@@ -168,7 +168,7 @@ def evaluate(
 
 
 def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metrics.json of an evaluation with these arguments, or None if there is none or on any error."""
+    """Return the metrics.json of an existing evaluation, or None if there is none or it cannot be read."""
     try:
         names = [_find_uri(path)]
         return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))
@@ -226,7 +226,7 @@ def _predict_split(
 
 
 def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world: World, blocks: Blocks) -> Predicted:
-    """Return the predictions for this rank's batches: saved ones from `blocks`, and new ones, which it saves there."""
+    """Return the predictions for all batches of this rank. Those saved in `blocks` are not computed again."""
     firsts, saved = [data.start + index * data.size for index in range(len(data))], blocks.read()
     rest = [index for index, first in enumerate(firsts) if first not in saved]
 
@@ -242,7 +242,7 @@ def _predict_rest(model: TaskModel, data: ValidationData, recipe: Recipe, world:
 
 
 def _find_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:
-    """Return the id of the detector that the checkpoint was trained with, or None if the dataset lacks its regions."""
+    """Return the id of the checkpoint's detector, or None if the dataset has no regions of this detector."""
     stage = next((saved["stage"] for saved in checkpoint.state.get("data", [])), None)  # the same in all datasets
     file = stage and next(iter(store.list(f"{dataset}/{stage}/")), None)
     return stage.removeprefix("regions/") if file else None

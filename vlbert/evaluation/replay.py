@@ -2,7 +2,7 @@
 
     vlbert replay CHECKPOINT STEP [--field value ...]
 
-CHECKPOINT is ROOT/runs/RUN (the newest of the run), ROOT/runs/RUN/best, ROOT/runs/RUN/step-* or a copy of such a
+CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best, ROOT/runs/RUN/step-* or a copy of such a
 folder. STEP counts from 1, as in the log. The batch does not depend on the number of devices, so a laptop can replay a
 run on eight GPUs. See docs/provenance.md.
 """
@@ -52,7 +52,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The rebuilt examples of a training step, text-only ones last, and its unreadable ones. `step` counts from 1."""
+    """The rebuilt examples of a training step, text-only ones last, and its unreadable samples."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -68,7 +68,7 @@ class Replay:
 
 
 def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pixels: bool = False) -> Replay:
-    """Rebuild the batch of a training step, counted from 1, of the run that the checkpoint at `path` belongs to.
+    """Rebuild the batch of a training step, counted from 1, of the run that wrote the checkpoint at `path`.
 
     If `pixels` is true, images are decoded even if the model reads precomputed features. Raises ValueError if the
     checkpoint has not reached the step, or if shards, text corpus or task files are missing or have changed.
@@ -90,7 +90,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
 
 
 def _relocate(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -> Recipe:
-    """Return the recipe with the current paths of its files, adapted to a single process without validation."""
+    """Return the recipe with the current paths of its files, for a single process without validation."""
     root = settings.root or checkpoint.uri.rpartition("/runs/")[0] or recipe.data.root
     paths = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = {name: path for name, path in paths.items() if path is not None}
@@ -157,14 +157,14 @@ def _describe_example(example: Example, tokens: Sequence[str]) -> dict[str, Any]
 
 
 def _describe_tokens(text: TextInput, names: Sequence[str]) -> dict[str, Any]:
-    """Return each token of a text as values for the template: its word, the region that it mentions, if labelled."""
+    """Return a text's tokens for the template, each with its word, its region and whether it is labelled."""
     labelled = np.logical_or.reduce([np.zeros(len(text.tokens), bool), *text.label_masks.values()])
     tokens = zip(text.tokens.tolist(), text.token_region.tolist(), labelled.tolist(), strict=True)
     return {"tokens": [{"word": names[token], "region": region, "labelled": has} for token, region, has in tokens]}
 
 
 def _list_labels(part: TextInput | ImageInput, tokens: Sequence[str]) -> list[str]:
-    """Return lines that list the positions of labelled tokens or regions, and their labels (token ids as words)."""
+    """Return lines of text with the positions and the labels of labelled tokens or regions."""
     positions = [(name, np.flatnonzero(mask).tolist()) for name, mask in part.label_masks.items()]
     labels = [
         (name, [tokens[value] if name == "words" else _format_label(value) for value in values])
@@ -181,7 +181,7 @@ def _format_label(value: np.ndarray) -> str:
 
 
 def _draw_regions(example: Example, image: ImageInput) -> str:
-    """Return the image with its regions drawn, as an <img> src. Masked, mentioned and labelled ones are numbered."""
+    """Draw the regions on the image, numbering masked, mentioned and labelled ones. Return an <img> src."""
     mentioned = {number for text in example.texts for number in text.token_region.tolist()}
     masked = set(np.flatnonzero(image.masked).tolist())
     labelled = [int(number) for mask in image.label_masks.values() for number in np.flatnonzero(mask)]

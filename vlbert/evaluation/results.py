@@ -37,7 +37,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class SplitPredictions:
-    """A checkpoint's predictions for a split, in the order of the examples. Rank 0 has all, and other ranks none."""
+    """A checkpoint's predictions for a split, in the order of the examples. Only rank 0 has them."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -64,7 +64,7 @@ def name_of(uri: str) -> str:
 
 
 def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that identify an evaluation. With equal values, it need not be repeated."""
+    """Return the values that identify an evaluation, which is not repeated if they are unchanged."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
@@ -74,7 +74,7 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: M
 
 
 def output_folder(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
-    """Return the store and path prefix to write to. Raises ValueError if an evaluation with other inputs is there."""
+    """Return the store and path prefix to write to. Raises ValueError if another evaluation is already there."""
     if out is None:
         root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:
@@ -167,7 +167,7 @@ def _encode_parquet(rows: Sequence[dict], task: str) -> bytes:
 
 
 def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dict[str, Any]) -> None:
-    """Write the files of an evaluation. metrics.json is last, so that if it exists, all files do."""
+    """Write the files of an evaluation. If metrics.json exists, all other files do, because it is written last."""
     for name, data in files.items():
         store.put(folder + name, data)
     store.put(folder + METRICS, (json.dumps(summary, indent=1) + "\n").encode())

@@ -16,7 +16,7 @@ RowIndex = tuple[int, int]  # index of the checkpoint, index of its row
 
 
 def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> bytes:
-    """Return the content of index.html, with all images embedded."""
+    """Return an evaluation's HTML page, with all images embedded."""
     worst, best = worst_and_best(predicted)
     galleries = [
         (title, [_draw_row(predicted, index) for index in rows]) for title, rows in (("Worst", worst), ("Best", best))
@@ -42,10 +42,10 @@ def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
 
 
 def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
-    """Return the image with the boxes of a prediction drawn on it, as the src of an <img>.
+    """Draw the boxes of a prediction on its image, and return the image as the src of an <img>.
 
-    A right answer's box is green. A wrong answer's box is red, and the true box is green. Other boxes, such as those of
-    objects that a text mentions, cycle through BOX_COLOURS.
+    The chosen box is green if the answer is correct. Otherwise it is red, and the ground-truth box is green. Other
+    boxes, such as those of objects that a text mentions, cycle through BOX_COLOURS.
     """
     right, drawn = (row["score"] or 0) >= 0.5, []
     for number, box in enumerate(row["boxes"]):
@@ -59,7 +59,7 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[RowIndex], list[RowIndex]]:
-    """Return indexes of the most confident wrong and right answers, without overlap; empty without ground truth."""
+    """Return the indexes of the most confident wrong and right answers that have ground truth, without overlap."""
     indexes = [(number, row) for number, each in enumerate(predicted) for row in range(len(each.rows))]
     scored = [index for index in indexes if _get_row(predicted, index)["score"] is not None]
 

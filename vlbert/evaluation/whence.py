@@ -5,7 +5,7 @@
     vlbert whence CHECKPOINT KEY                 the same for a sample, by its key
     vlbert whence CHECKPOINT --out seen.parquet  all samples, with the steps of each run
 
-CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (the newest of the run) or ROOT/runs/RUN/best. Steps count from 1, as
+CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (its newest checkpoint) or ROOT/runs/RUN/best. Steps count from 1, as
 in metrics.jsonl. docs/provenance.md says what is known about unreadable samples.
 
 No log is needed. A checkpoint records the seed, the dataset weights and the snapshots of its run. They determine the
@@ -59,7 +59,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the record that a run keeps of the checkpoint that it starts from (docs/formats.md, `init_from`)."""
+    """Return the record of a checkpoint for the runs that start from it (`init_from` in docs/formats.md)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model
@@ -83,7 +83,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class DataUse:
-    """A run's use of one snapshot of a dataset. `stage` is the path of the region stage within the dataset."""
+    """One snapshot of a dataset, as a run used it. `stage` is the folder of the regions within the dataset."""
 
     dataset: str
     stage: str
@@ -111,7 +111,7 @@ class TrainedRun:
         ]
 
     def store_of(self, dataset: str, stage: str, snapshot: str) -> tuple[ObjectStore, str]:
-        """Return the root that has a snapshot, and the snapshot's path there. Raises ValueError if none has it."""
+        """Return the storage root that has a snapshot, and the path there. Raises ValueError if no root has it."""
         path = f"{dataset}/{stage}/snapshots/{snapshot}.parquet"
         for store in self.roots:
             if store.exists(path):
@@ -120,7 +120,7 @@ class TrainedRun:
         raise ValueError(f"{places} is missing; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
-        """Return the step, counted from 1, of each sample drawn from dataset `number`, in drawing order: int32 [N]."""
+        """Return the steps, counted from 1, at which samples of dataset `number` were drawn: int32 [samples]."""
         slots, weights = self.record["step"] * self.record["batch"], [data["weight"] for data in self.record["data"]]
         parts = []
         for start in range(0, slots, _CHUNK):
@@ -130,7 +130,10 @@ class TrainedRun:
         return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return each example's sample index, int64 [examples]. Raises ValueError if task files are gone or changed."""
+        """Return the sample index of each example: int64 [examples].
+
+        Raises ValueError if task files are missing or have changed.
+        """
         if self.record["task"] == PretrainingSettings.__name__:
             return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
@@ -154,7 +157,7 @@ class TrainedRun:
 
 
 def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) -> None:
-    """Raise ValueError if the task now makes another number of examples than `run` was trained on."""
+    """Raise ValueError if the number of examples differs from the number that `run` was trained on."""
     if len(examples) != span.examples:
         raise ValueError(
             f"{run} was trained on {span.examples} examples of {dataset}, now there are {len(examples)}: the files of "
@@ -164,7 +167,7 @@ def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) 
 
 @dataclass(frozen=True)
 class _Urls:
-    """A substitute for ShardSamples with all that a task needs to find its examples: URLs, and which are withdrawn."""
+    """A replacement for ShardSamples with only the URLs, from which a task can find its examples."""
 
     urls: list[str]
     withdrawn: Collection[str]
@@ -174,9 +177,10 @@ class _Urls:
 
 
 def lineage(checkpoint: Checkpoint) -> tuple[list[TrainedRun], dict]:
-    """Return the runs that led to a checkpoint, newest first, and the record of what the oldest run started from.
+    """Return the runs that led to a checkpoint, newest first, and the record of the oldest run's initial checkpoint.
 
-    The record is {} if it started from no checkpoint. Raises ValueError if `checkpoint` has no record of its data.
+    The record is {} if the oldest run did not start from a checkpoint. Raises ValueError if `checkpoint` has no record
+    of its data.
     """
     record = record_of(checkpoint)
     if "run" not in record:
@@ -194,14 +198,14 @@ def lineage(checkpoint: Checkpoint) -> tuple[list[TrainedRun], dict]:
 
 @functools.lru_cache(64)  # many checkpoints name the same root; an unreachable one is tried once
 def _open_root(root: str) -> ObjectStore | None:
-    """Return a root that a record names, or None if it cannot be opened, for example on another machine."""
+    """Open a storage root, or return None if it cannot be opened, for example on another machine."""
     with contextlib.suppress(ValueError, OSError):
         return open_store(root, write=False)
     return None
 
 
 def describe(runs: Sequence[TrainedRun], start: Mapping[str, Any]) -> list[str]:
-    """Return text lines about each run's data, and about the checkpoint that the earliest run started from."""
+    """Return lines of text about each run's data, and about the checkpoint that the oldest run started from."""
     lines = []
     for trained in runs:
         record = trained.record
@@ -222,10 +226,11 @@ def describe(runs: Sequence[TrainedRun], start: Mapping[str, Any]) -> list[str]:
 def seen_samples(
     trained: TrainedRun, column: str | None = None, values: frozenset[str] = frozenset()
 ) -> Iterator[pa.Table]:
-    """Yield tables (schema TABLE) of the samples that a run has seen: all, or only those with `column` in `values`.
+    """Yield tables (schema TABLE) of the samples that a run has seen, and the steps at which it saw them.
 
-    `column` is key or url. Steps ascend, counted from 1. A sample in several snapshots of its dataset has a row for
-    each. Raises ValueError if a snapshot is missing, or the task's files are missing or have changed.
+    If `column` (key or url) is given, only samples whose `column` is in `values` are included. The steps of a row count
+    from 1 and ascend. A sample that is in several snapshots of its dataset has a row for each. Raises ValueError if a
+    snapshot is missing, or if the task's files are missing or have changed.
     """
     seed, chunk = trained.record["seed"], trained.record["chunk"]
     for number, uses in enumerate(trained.uses):
@@ -254,7 +259,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the rows that were seen, with their steps (schema TABLE). samples[i], sorted, was seen in steps[i]."""
+    """Return the rows of samples that were seen, with their steps (schema TABLE). `samples` must be sorted."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1
@@ -276,7 +281,7 @@ def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.nd
 
 
 def _read_rows(store: ObjectStore, path: str) -> Iterator[pa.Table]:
-    """Yield a snapshot's rows, one row group at a time, with an added column `number`, the index of the row."""
+    """Yield a snapshot's rows, one row group at a time, with the row index in an added column `number`."""
     start = 0
     for table in read_columns(store, path, ["url", "key", "shard", "license"]):
         yield table.append_column("number", pa.array(np.arange(start, start + len(table))))
@@ -285,12 +290,12 @@ def _read_rows(store: ObjectStore, path: str) -> Iterator[pa.Table]:
 
 @functools.lru_cache(64)  # many checkpoints record the same snapshot
 def find_rows(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> pa.Table:
-    """Return the rows of a snapshot whose `column` (key or url) is one of `values`, with their index as `number`."""
+    """Return the rows of a snapshot whose `column` (key or url) is in `values`, with the row index as `number`."""
     return pa.concat_tables(table.filter(is_in(table[column], values)) for table in _read_rows(store, path))
 
 
 def describe_uses(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], bool]:
-    """Return text lines about each time that these runs used an image (URL or key), and True if any of them did."""
+    """Return lines of text about each use of an image (URL or key) by these runs, and whether there was any."""
     column, values = "key" if _KEY.fullmatch(image) else "url", frozenset([image])
     rows, lines, urls, licenses = [], [], {}, set()
     for trained in runs:
