@@ -195,6 +195,7 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
     if isinstance(data, bytes):
         store.put(path, data)
         return file_hash([data])
+    # safetensors would hold the GIL while it serialises to memory, which would block the training steps.
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
         file = Path(folder, "tensors")
         try:
