@@ -91,7 +91,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
 
 
 def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
-    """Return the parts of a head that BERT may have, too: {description: [(module or parameter, its name in BERT)]}."""
+    """Return the parts of a head that also occur in BERT: {description: [(module or parameter, its name in BERT)]}."""
     parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
     if getattr(head, "word_transform", None) is not None:
         parts["word classifier"] = [
@@ -134,7 +134,7 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
 
 
 def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
-    """Raise ValueError if BERT's configuration (sizes, activation, kind of positions, epsilon) does not match the model."""
+    """Raise ValueError if BERT's sizes, activation, kind of positions or LayerNorm epsilon differ from the model's."""
     ours = vlbert.config
     wanted = {
         "hidden_size": ours.hidden_size,

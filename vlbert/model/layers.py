@@ -211,13 +211,16 @@ class StreamLayer(nn.Module):
 
 
 class SelfAttentionLayer(StreamLayer):
-    """A layer in which the elements of a row attend to each other: both streams (J), the text (T) or the regions (V)."""
+    """A layer in which the elements of a row attend to each other.
+
+    Its elements are those of both streams (J), only the text (T), or only the regions (V).
+    """
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
 
     def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
-        """Apply the layer to packed elements: [L, C] -> [L, C]. If `maps` is given, attention weights are appended to it."""
+        """Apply the layer to packed elements [L, C]. If `maps` is given, the attention weights are appended to it."""
         attended = attend(*self.project(x, packing), packing, packing, self.attention_dropout, maps)
         return self.after_attention(x, attended)
 
@@ -283,7 +286,7 @@ class Encoder(nn.Module):
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Run consecutive layers: J on the concatenated streams if `joint`, otherwise T, V and X on separate streams."""
+        """Run consecutive layers: J on the concatenated streams if `joint`, else T, V and X on separate streams."""
         padded: dict[Stream, tuple[Tensor, Tensor, Sequence[int]]] = {
             "text": (streams.text, streams.text_mask, streams.text_lengths),
             "regions": (streams.regions, streams.region_mask, streams.region_lengths),
