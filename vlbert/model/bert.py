@@ -29,10 +29,7 @@ _LAYER = {
 
 
 def bert_vocabulary(name: str) -> Vocabulary:
-    """Return the vocabulary of a Hugging Face BERT.
-
-    Raises ValueError if the BERT is not found, is cased or has no vocabulary.
-    """
+    """Return a Hugging Face BERT's vocabulary. Raises ValueError if it is not found, or if the BERT is cased."""
     from transformers import AutoTokenizer
 
     ids: dict[str, int] = {}

@@ -131,10 +131,7 @@ class WeightNormLinear(nn.Module):
 
 
 def initialise(module: nn.Module, standard_deviation: float) -> None:
-    """Initialise the parameters of a module as in BERT.
-
-    Linear and embedding weights are drawn from N(0, standard_deviation). LayerNorm weights are 1, and all biases are 0.
-    """
+    """Initialise weights from N(0, standard_deviation), as in BERT. LayerNorm weights become 1, and biases 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=standard_deviation)
@@ -145,10 +142,7 @@ def initialise(module: nn.Module, standard_deviation: float) -> None:
 
 
 def initialise_head(head: nn.Module, config: ModelConfig) -> None:
-    """Initialise a new head as in BERT (paper 4.1).
-
-    If config.head_initialisation is "xavier", as in the published code, linear weights are Xavier uniform instead.
-    """
+    """Initialise a new head as in BERT (paper 4.1) or, if head_initialisation is "xavier", as in the published code."""
     initialise(head, config.initializer_range)
     if config.head_initialisation == "xavier":
         for part in head.modules():

@@ -46,11 +46,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Concatenate the text and the regions of each row.
-
-        Returns:
-            The elements (float [N, T + E, C]), their mask (bool [N, T + E]), and the number of real elements per row.
-        """
+        """Concatenate each row's text and regions. Returns them [N, T + E, C], their mask, and the row lengths."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -211,10 +207,7 @@ class StreamLayer(nn.Module):
 
 
 class SelfAttentionLayer(StreamLayer):
-    """A layer in which the elements of a row attend to each other.
-
-    Its elements are those of both streams (J), only the text (T), or only the regions (V).
-    """
+    """A layer of self-attention within each row: over both streams (J), the text (T) or the regions (V)."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
@@ -237,10 +230,7 @@ class CoAttentionLayer(nn.Module):
     def forward(
         self, text: Tensor, regions: Tensor, text_pack: Packing, region_pack: Packing, maps: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the layer to packed text [L, C] and packed regions [L', C']. The results have the same shapes.
-
-        If `maps` is given, the attention weights of the words are appended to it, then those of the regions.
-        """
+        """Apply the layer to packed text [L, C] and regions [L', C']. `maps` gets the weights of the words first."""
         rate = self.text.attention_dropout
         words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
         text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
