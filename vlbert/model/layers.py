@@ -124,9 +124,8 @@ class Packing:
 
     def unpack(self, x: Tensor) -> Tensor:
         """Undo `pack`: [L, C] -> [N, S, C], zero in the padding."""
-        return (
-            x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x).view(*self.real.shape, x.shape[1])
-        )
+        rows = x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x)
+        return rows.view(*self.real.shape, x.shape[1])
 
     def rows(self, x: Tensor) -> Tensor:
         """Put packed elements into compact rows: [L, C] -> [N, s, C], zero in the padding."""

@@ -231,10 +231,8 @@ def convert_checkpoint(
         task: for a fine-tuned ViLBERT: the task whose heads to convert
         task_token: for 12-in-1: the task's row in the table of task tokens, from 0
     """
-    if source.is_dir():
-        report = to_theirs(source, out)
-    else:
-        report = to_ours(source, out, vocabulary, Hints(num_heads, task, task_token))
+    hints = Hints(num_heads, task, task_token)
+    report = to_theirs(source, out) if source.is_dir() else to_ours(source, out, vocabulary, hints)
     kept = sum("kept" in entry for entry in report)
     print(f"{out}: {len(report)} tensors, {kept} of them without a counterpart here")
 

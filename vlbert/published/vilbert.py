@@ -39,7 +39,7 @@ _SELF_ATTENTION = {
     "output.LayerNorm": "output_norm",
 }
 _CO_ATTENTION = {  # in their names, 1 means the regions and 2 the text
-    f"{theirs}": f"{stream}.{ours}"
+    theirs: f"{stream}.{ours}"
     for stream, number, letter in (("regions", 1, "v"), ("text", 2, "t"))
     for theirs, ours in (
         (f"biattention.query{number}", "query"),
