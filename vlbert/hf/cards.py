@@ -43,7 +43,7 @@ _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
 
 
 def model_card(path: str) -> str:
-    """Return the README.md text for a checkpoint or a folder with a model. Raises ValueError if `path` is neither."""
+    """Return a model card's text. Raises ValueError if `path` is neither a checkpoint nor a folder with a model."""
     checkpoint = open_checkpoint(path, tensors=False)
     config, state, task = checkpoint.config, checkpoint.state, checkpoint.config.get("task") or ""
     root, _, name = checkpoint.uri.rpartition("/runs/")
@@ -75,7 +75,7 @@ def model_card(path: str) -> str:
 
 
 def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str) -> list[dict[str, Any]]:
-    """Return the metrics of the last validation up to the checkpoint's step and of its evaluations, with titles."""
+    """Return the title and metrics of the checkpoint's last validation and of each of its evaluations."""
     state, results = checkpoint.state, []
     lines = read_metrics(store, run, "validation") if store else []
     before = [line for line in lines if line["step"] <= state["step"]]
@@ -99,7 +99,7 @@ def _collect_results(checkpoint: Checkpoint, store: ObjectStore | None, run: str
 
 
 def _list_earlier_runs(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the records of the run from which this one was initialised, of that run's predecessor, and so on."""
+    """Return the records of the runs that led to this one through `init_from`, newest first."""
     records, record = [], state.get("init_from")
     while record:
         records.append(record | {"checkpoint": _strip_folder(record["checkpoint"])})
@@ -111,7 +111,7 @@ def _list_earlier_runs(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def data_card(store: ObjectStore, dataset: str) -> str:
-    """Return the text of README.md for a dataset. Raises ValueError if the dataset has no committed shards."""
+    """Return the text of a dataset card. Raises ValueError if the dataset has no committed shards."""
     catalog = Catalog(store, dataset)
     stages = [stage_facts(catalog, stage) for _, stage in sorted(Inventory(store, dataset).manifests)]
     facts = {"dataset": dataset, "samples": max(stage["ok"] for stage in stages), "stages": stages}
@@ -120,7 +120,7 @@ def data_card(store: ObjectStore, dataset: str) -> str:
 
 
 def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
-    """Return counts and metadata of a dataset's stage, such as "images". Reads each manifest twice, but no tars."""
+    """Return counts and metadata of a dataset's stage, such as "images", from the manifests of its shards."""
     hosts, tables = Counter(), []
     for table in catalog.columns(stage, ["status", "url", *_COLUMNS]):
         ok = table.filter(pc.equal(table["status"], OK))
@@ -175,7 +175,7 @@ def _describe_detector(detector: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _strip_folder(path: str) -> str:
-    """Return RUN/step-* for a checkpoint's path, or else the file name, because folders exist only on this machine."""
+    """Shorten the path of a checkpoint to RUN/step-*, and any other path to its file name."""
     return name_of(path) if "/runs/" in path else PurePosixPath(path).name
 
 
@@ -187,7 +187,7 @@ def _render_card(kind: type[RepoCard], data: CardData, template: str, facts: Map
 
 
 def _escape(facts: Any) -> Any:
-    """Return `facts` with each string in nested dicts and lists on one line, and Markdown and HTML escaped."""
+    """Escape Markdown and HTML in all strings of nested dicts and lists, and put each string on one line."""
     if isinstance(facts, str):
         return re.sub(r"[|\\`*\[\]<>]", r"\\\g<0>", " ".join(facts.split()))
     if isinstance(facts, Mapping):
@@ -196,7 +196,7 @@ def _escape(facts: Any) -> Any:
 
 
 def put_card(store: ObjectStore, folder: str, card: str) -> None:
-    """Write a card as the folder's README.md. Raises ValueError if that exists and was not written by this program."""
+    """Write a card to README.md in `folder`. Raises ValueError if this module did not write the existing README.md."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
     if before and _MADE_BY.encode() not in before:

@@ -27,7 +27,7 @@ IGNORED |= {"weights_only"}
 
 
 def _model_field(name: str) -> property:
-    """Return a property that reads the ModelConfig field `name`, for use under the name that transformers expects."""
+    """Make a property that returns the ModelConfig field `name`, which transformers may know by another name."""
     return property(lambda config: config.model[name])
 
 
@@ -44,7 +44,8 @@ class VLBertConfig(PretrainedConfig):
         model: ModelConfig, or a dict of its fields. Its fields may also be given as keyword arguments.
         vocab_size: Number of tokens in the vocabulary.
         num_classes: Number of the detector's classes, without the background.
-        settings: Settings of the model's task (vlbert/tasks), or a dict of their fields; `task` names their class.
+        task: Class name of the task's settings; needed only if `settings` is a dict.
+        settings: Settings of the model's task (vlbert/tasks), or a dict of their fields.
         detector: Id and description of the detector whose regions the model was trained on.
         recipe: Recipe of a checkpoint, from which the task's settings are taken if `settings` is None.
     """
@@ -116,7 +117,7 @@ class VLBertConfig(PretrainedConfig):
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:
-        """Return a copy for the task with these settings, or for a model without a task if they are None."""
+        """Return a copy of the config with other task settings. None removes the task."""
         config = copy.deepcopy(self)
         config.task = None if settings is None else type(settings).__name__
         config.settings = None if settings is None else _to_plain(_strip_task_paths(to_json(settings)))
@@ -124,12 +125,12 @@ class VLBertConfig(PretrainedConfig):
 
 
 def _to_plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON would read them back, with lists instead of tuples."""
+    """Convert the values to plain JSON types, such as lists instead of tuples."""
     return json.loads(json.dumps(values))
 
 
 def _strip_task_paths(settings: Any) -> Any:
-    """Return a task's settings with an empty `folder`, and with other absolute paths and URIs cut to the file name."""
+    """Empty the field `folder` of a task's settings, and shorten other absolute paths and URIs to file names."""
     if isinstance(settings, Mapping):
         return {name: "" if name == "folder" else _strip_task_paths(value) for name, value in settings.items()}
     if isinstance(settings, str) and (os.path.isabs(settings) or "://" in settings):

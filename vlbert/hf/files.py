@@ -15,13 +15,14 @@ HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  
 
 
 class ModelNotReadable(OSError, ValueError):
-    """The error of a missing or damaged model: an OSError, as in transformers, and a ValueError, as in this package."""
+    """Raised for a missing or damaged model. An OSError, as in transformers, and a ValueError, as in this package."""
 
 
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
-    """Return a model's local folder. For a model on the hub, `files` are downloaded first, all from the same commit.
+    """Return a model's local folder. If the model is on the hub, download its `files` first, all from the same commit.
 
-    `hub`: options of `snapshot_download`. Raises TypeError if one is not in HUB, ModelNotReadable if no model is found.
+    `hub` has options of `snapshot_download`. Raises TypeError for an option that is not in HUB, and ModelNotReadable if
+    there is no such model.
     """
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")
@@ -42,9 +43,10 @@ def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> s
 
 
 def find_folder(name: str | os.PathLike) -> str:
-    """Return the path of a model's folder; for ROOT/runs/RUN, of its newest checkpoint. A hub name is returned as is.
+    """Return the path of a model's local folder. The name of a model on the hub is returned unchanged.
 
-    Raises ModelNotReadable if a local folder is missing or holds no model.
+    The folder of a run, ROOT/runs/RUN, stands for its newest checkpoint. Raises ModelNotReadable if a local folder is
+    missing or holds no model.
     """
     path = Path(name).expanduser()
     if (path / CONFIG).is_file() or (path / PROCESSOR).is_file():
@@ -64,6 +66,6 @@ def find_folder(name: str | os.PathLike) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Return True if a name is not of the form OWNER/NAME, as on the hub, or if OWNER is an existing local folder."""
+    """Return True if a name cannot be one on the hub, or if it has the form OWNER/NAME and OWNER is a local folder."""
     owner, _, rest = name.partition("/")
     return name.startswith(("/", ".", "~")) or "/" in rest or "://" in name or (bool(rest) and Path(owner).is_dir())

@@ -38,9 +38,10 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
     averaged_over: Tensor | None = None,
     cells: Tensor | None = None,
 ) -> Batch:
-    """Return a Batch of the inputs, without labels. Raises ValueError if the inputs do not fit together.
+    """Make a Batch without labels from model inputs. Raises ValueError if the inputs do not fit together.
 
-    Its keys are the texts' indices. Pixels stay on their device, and everything else is collated on the CPU.
+    The key of each example is the index of its text, as a string. Pixels stay on their device. All other tensors of the
+    batch are on the CPU.
     """
     if input_ids.ndim not in (2, 3):
         raise ValueError(
@@ -89,9 +90,9 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
 
 
 def from_batch(batch: Batch) -> dict[str, Tensor]:
-    """Return the arguments from which `to_batch` makes this batch. Labels and default values are left out.
+    """Return the arguments with which `to_batch` makes this batch. Labels and default values are left out.
 
-    Raises ValueError if the batch masks pixels of boxes that are not regions (`covered`): no argument describes them.
+    Raises ValueError if the batch masks pixels of boxes that are not regions (`covered`).
     """
     if batch.covered_mask.any():
         raise ValueError("the batch masks pixels of boxes that are not regions, for which there is no argument")
@@ -126,12 +127,15 @@ def from_batch(batch: Batch) -> dict[str, Tensor]:
 
 
 def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
-    """Reorder per-image values by text, with zeros for texts without an image. `first` has each text's first row."""
+    """Rearrange per-image values into one row per text, with zeros for texts without an image.
+
+    `first[i]` is the batch row of text i. If a text has several choices, it is the row of the first choice.
+    """
     return torch.cat([values, torch.zeros_like(values[:1])])[batch.image_of[first]]
 
 
 def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
-    """Count the real elements in each row of a mask, int64 [...]. Raises ValueError if one follows padding."""
+    """Count the real elements in each row of a mask. Raises ValueError if a real element follows padding."""
     mask = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.reshape(like.shape).bool()
     if (mask[..., 1:] & ~mask[..., :-1]).any():
         raise ValueError(f"{name} has padding before the end of a row: pad on the right")
@@ -139,7 +143,7 @@ def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
 
 
 def _check_images(count: int, given: dict[str, Tensor]) -> None:
-    """Raise ValueError if the image inputs do not fit together, or are not for `count` texts."""
+    """Raise ValueError if the image inputs do not fit together, or if their number is not `count`."""
     if not {"pixel_values", "visual_embeds"} & given.keys():
         if given:
             raise ValueError(f"{' and '.join(given)} need pixel_values or visual_embeds")

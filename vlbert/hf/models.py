@@ -38,7 +38,7 @@ _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in t
 
 
 class VLBertPreTrainedModel(PreTrainedModel):
-    """The base class of all models, which loads, saves and runs them. Weights are float32."""
+    """The base class of all models. It loads, saves and runs them. Weights are float32."""
 
     config: VLBertConfig
     config_class = VLBertConfig
@@ -72,11 +72,11 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """Do nothing, because modules of this package initialise themselves."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the module of the word embeddings."""
+        """Return the word embedding module."""
         return self.vlbert.embedding.words
 
     def forward(self, *inputs: Tensor, labels: Tensor | None = None, **named: Any) -> VLBertOutput | tuple:
-        """Run the model on inputs that VLBertProcessor makes (vlbert/hf/inputs.py). Each class describes its labels.
+        """Run the model on inputs that VLBertProcessor makes (vlbert/hf/inputs.py). Each subclass describes its labels.
 
         output_attentions, output_hidden_states and return_dict default to the config's values. With return_dict=False,
         the result is a tuple of the outputs that are not None. Raises ValueError if the inputs do not fit together, or
@@ -101,18 +101,18 @@ class VLBertPreTrainedModel(PreTrainedModel):
         return outputs if as_object else outputs.to_tuple()
 
     def _add_labels(self, batch: Batch) -> Batch:
-        """Return the batch with labels, given the label arguments of `forward` that are not None."""
+        """Return the batch with the labels that `forward` was given. Subclasses take them as keyword arguments."""
         return batch
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
-        """Return the outputs of `forward` without loss, hidden states and attentions."""
+        """Return the outputs of `forward`, except loss, hidden states and attentions."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Write config.json, model.safetensors and, for question answering, task.json with the answers.
 
-        The processor can be saved into the same folder, which `vlbert predict` then reads, too. All weights are written
-        to one file, regardless of `max_shard_size`.
+        If the processor is saved to the same folder, `vlbert predict` can read that folder. All weights are written to
+        one file, regardless of `max_shard_size`.
         """
         folder = Path(save_directory)
         if kwargs.get("is_main_process", True):
@@ -134,8 +134,9 @@ class VLBertPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the hub.
 
-        If the checkpoint was trained for another task, a new head starts as in a run with init_from, with a warning if
-        it has to be trained. Raises OSError if a folder or file is missing or damaged, ValueError if it does not fit.
+        If the checkpoint was trained for another task, the model gets a new head, which starts from those parts of the
+        checkpoint's head that fit. A warning is logged if it must be trained. Raises OSError if a folder or file is
+        missing or damaged, and ValueError if the weights do not fit the model.
 
         Args:
             config: Config to use instead of the folder's.
@@ -173,7 +174,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
-        """Return the config's task settings, or those of a new head if the config is of another task."""
+        """Return the config's task settings, or settings for a new head if the config has another task."""
         if cls.new_settings is None or config.task == type(cls.new_settings).__name__:
             return config.task_settings
         recipe = ranking_recipe(saved.config) if isinstance(cls.new_settings, RetrievalSettings) else None
@@ -197,7 +198,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
 
 class VLBertModel(VLBertPreTrainedModel):
-    """The model without a head, which returns the encoder's vectors of words and regions. It takes no labels."""
+    """The model without a head. It returns the encoder's vectors of words and regions, and takes no labels."""
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(last_hidden_state=encoded.text, visual_last_hidden_state=encoded.regions)
@@ -249,9 +250,10 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
 
 
 class VLBertForQuestionAnswering(VLBertPreTrainedModel):
-    """A model that chooses from the answers in `config.id2label` (VQA). `labels` are soft scores, float [N, answers].
+    """A model that answers a question by choosing from the answers in `config.id2label` (VQA).
 
-    `num_labels` or `id2label`, given to `from_pretrained`, sets the number of answers of a new head.
+    `labels` are soft scores of the answers, float [N, answers]. To set the number of answers of a new head, give
+    `num_labels` or `id2label` to `from_pretrained`.
     """
 
     new_settings = VQASettings(answers_from_words=False)
@@ -288,7 +290,7 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
     """A model that selects one of several choices (VCR). Text inputs are [N, choices, T].
 
     Labels of `forward`:
-        labels: int64 [N], the index of the right choice, or -100 if it is unknown.
+        labels: int64 [N], the index of the correct choice, or -100 if it is unknown.
         region_labels: int64 [N, R], each region's class, or -100 to ignore it; for models that predict these classes.
     """
 
@@ -325,7 +327,8 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
 class VLBertForReferringExpression(VLBertPreTrainedModel):
     """A model that finds the region to which an expression refers (RefCOCO+).
 
-    `labels` are float [N, R], 0 to 1: how well each region fits, usually 1 if its IoU with the true box exceeds 0.5.
+    `labels` (float [N, R], 0 to 1) tell how well each region fits the expression. Usually, a region gets 1 if its IoU
+    with the true box exceeds 0.5, otherwise 0.
     """
 
     new_settings = RefCOCOSettings()
@@ -344,8 +347,9 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
     """A model that scores how well text and image match. With a pre-trained relationship head, it works zero-shot.
 
-    `labels` are int64 [N, 2]: the index of the pair that a row belongs to, and the row's role: 0 for the pair itself, 1
-    to W for wrong captions of its image, above W for wrong images of its caption (W: RetrievalSettings.wrong_captions).
+    `labels` (int64 [N, 2]) hold two numbers per row. The first is the index of the matching pair to which the row
+    belongs. The second is the row's role: 0 for the matching pair itself, 1 to W for its image with wrong captions, and
+    above W for its caption with wrong images. W is RetrievalSettings.wrong_captions.
     """
 
     new_settings = RetrievalSettings()
@@ -361,7 +365,7 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
 
 
 def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:
-    """Return the batch with `labels` for the True elements of the label mask `name`, bool [N, T] or [N, R]."""
+    """Add labels to a batch, for the True elements of `mask` (bool [N, T] or [N, R]). `name` is the mask's name."""
     sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(mask.sum(dim=1).tolist())})
     labelled = batch.labelled | {name: mask.flatten().nonzero()[:, 0]}
     return replace(batch, labelled=labelled, labels=batch.labels | labels, sizes=sizes)

@@ -8,13 +8,13 @@ from transformers.utils.generic import ModelOutput
 
 @dataclass
 class VLBertOutput(ModelOutput):
-    """The outputs of a model. Those that it does not compute are None, and values at padding are meaningless.
+    """Outputs of a model. Fields that the model does not compute are None. Values at padding are meaningless.
 
     Attributes:
         loss: The training loss, a scalar, if there are labels.
         logits: Question answering: [N, answers]. VCR: [N, choices]. Referring expression: [N, R], -inf for regions that
             are not candidates. Retrieval: [N]; the sigmoid is the probability that text and image belong together.
-        prediction_logits: Pre-training: [N, T, V], over the vocabulary.
+        prediction_logits: Pre-training: [N, T, vocabulary].
         region_logits: [N, R, 1 + classes], over the detector's classes, background first. VCR: [N * choices, R,
             classes], if the task predicts them from the encoder's output.
         relationship_logits: [N, 2], whether text and image belong together (class 0), if the model has that head.

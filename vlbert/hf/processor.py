@@ -1,4 +1,4 @@
-"""VLBertProcessor, which makes model inputs from images, texts and boxes, as training and prediction do."""
+"""VLBertProcessor, which makes model inputs from images, texts and boxes in the same way as training."""
 
 import functools
 import io
@@ -46,7 +46,7 @@ class VLBertProcessor(ProcessorMixin):
     The text gets the form that the config's task needs, such as [CLS] question [SEP] [MASK] [SEP].
 
     Args:
-        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if the number of tokens differs.
+        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if it has another number of tokens.
         detector: Weight file of the detector that finds the regions of images without boxes; None: no detector.
     """
 
@@ -68,7 +68,7 @@ class VLBertProcessor(ProcessorMixin):
 
     @functools.cached_property
     def task(self) -> Task:
-        """The task for which the processor makes inputs."""
+        """The config's task, which determines the form of the inputs. It is pre-training if the config has no task."""
         return make_task(self.config.task_settings or _ANY_TEXT, self.vocabulary, self.config.num_classes)
 
     @functools.cached_property
@@ -89,16 +89,16 @@ class VLBertProcessor(ProcessorMixin):
         return_tensors: str | None = "pt",
         padding: bool = True,
     ) -> BatchFeature:
-        """Return the model's inputs for texts with their images (vlbert/hf/inputs.py), padded to the longest.
+        """Return padded model inputs for texts and their images, named as in vlbert/hf/inputs.py.
 
         Raises ValueError if an image cannot be read, or if the task does not take an argument.
 
         Args:
             images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
             text: One text, or a list. With a list, the other arguments are lists, too, with one entry per text.
-            boxes: For each image float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
-            visual_embeds: For each image float [n, D], the features of its boxes, if the model reads features. They are
-                rounded to float16, like the features that a detector stores.
+            boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
+            visual_embeds: Features of each image's boxes, float [n, D], if the model reads features. They are rounded
+                to float16, like the features that a detector stores.
             image_sizes: (height, width) of each image, if there are features and no images.
             choices: VCR: the four choices. If they are rationales, `answer` is the answer that they explain.
             mask_regions: Pre-training: the regions to mask, counted from 1.
@@ -173,7 +173,7 @@ class VLBertProcessor(ProcessorMixin):
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write processor_config.json, the tokenizer, vocab.txt and, if their file is known, the detector's weights."""
+        """Write processor_config.json, the tokenizer, vocab.txt and, if it is known, the detector's weight file."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")
@@ -220,7 +220,7 @@ def _check_boxes(boxes: np.ndarray) -> np.ndarray:
 
 
 def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """Return the vocabulary's tokenizer, wrapped as a transformers tokenizer."""
+    """Wrap a vocabulary's tokenizer as a transformers tokenizer."""
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True))
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(vocabulary.tokenizer.to_str()),
@@ -230,7 +230,7 @@ def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
 
 
 def _upright_size(image: str | Path | bytes | Image.Image) -> tuple[int, int]:
-    """Return (width, height) of a readable image, after the rotation that its EXIF data asks for."""
+    """Return the (width, height) of a readable image after its EXIF rotation."""
     if not isinstance(image, Image.Image):
         image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FILE_FORMATS)
     return ImageOps.exif_transpose(image).size

@@ -29,7 +29,7 @@ _LAYER = {
 
 
 def bert_vocabulary(name: str) -> Vocabulary:
-    """Return the vocabulary of a Hugging Face BERT. Raises ValueError if the BERT has none, is cased or not found."""
+    """Return a Hugging Face BERT's vocabulary. Raises ValueError if it is not found, or if the BERT is cased."""
     from transformers import AutoTokenizer
 
     ids: dict[str, int] = {}
@@ -50,11 +50,12 @@ def bert_vocabulary(name: str) -> Vocabulary:
 
 @torch.no_grad()
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
-    """Copy the weights of a BERT: its embeddings and encoder into `vlbert`, the parts that `head` also has into `head`.
+    """Copy the weights of a BERT to a model and its head. Returns a sentence that lists the copied parts.
 
-    These parts are the word classifier, pooler and relationship classifier. Everything that this BERT lacks, such as
-    [END], [IMG], segment C and the visual parts, keeps its initial values. Returns a sentence that lists the copied
-    parts. Raises ValueError if `name` is not a BERT, or if its configuration or vocabulary does not match the model's.
+    `vlbert` gets BERT's embeddings and encoder. `head` gets the word classifier, the pooler and the relationship
+    classifier, if both it and this BERT have them. Everything else, such as [END], [IMG], segment C and the visual
+    parts, keeps its initial values. Raises ValueError if `name` is not a BERT, or if its configuration or vocabulary
+    does not match the model's.
     """
     config, tensors = _read(name)
     _check_shape(vlbert, config, name)
@@ -87,7 +88,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
 
 
 def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
-    """Return the parts that a head and BERT share: {description: [(our module or parameter, its name in BERT)]}."""
+    """Return the parts of a head that also occur in BERT: {description: [(module or parameter, its name in BERT)]}."""
     parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
     if getattr(head, "word_transform", None) is not None:
         parts["word classifier"] = [
@@ -104,12 +105,12 @@ def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | 
 
 
 def _text_layers(vlbert: VLBert) -> list[nn.Module]:
-    """Return the layers that get the weights of BERT's layers: all layers J, or all layers T."""
+    """Return the layers that are initialised from BERT's layers: those with the letter J or T."""
     return [layer for letter, layer in zip(vlbert.config.layers, vlbert.encoder.layers, strict=True) if letter in "JT"]
 
 
 def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
-    """Return a Hugging Face BERT's configuration and its stored tensors, by their names in BertForPreTraining."""
+    """Return a Hugging Face BERT's configuration and its stored tensors, named as in BertForPreTraining."""
     from transformers import AutoConfig, BertForPreTraining
 
     try:
@@ -130,7 +131,7 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
 
 
 def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
-    """Raise ValueError if BERT's configuration (sizes, activation, kind of positions, epsilon) is not the model's."""
+    """Raise ValueError if BERT's sizes, activation, kind of positions or LayerNorm epsilon differ from the model's."""
     ours = vlbert.config
     wanted = {
         "hidden_size": ours.hidden_size,

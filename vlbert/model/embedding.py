@@ -1,6 +1,6 @@
-"""The input embeddings of the encoder: one vector for each token and each region and, in VL-BERT, for [END].
+"""The encoder's input embeddings: one vector for each token, for each region and, in VL-BERT, for [END].
 
-VL-BERT uses `VisualLinguisticEmbedding` (paper 3.2, figure 1), ViLBERT and Unicoder-VL use `SeparateEmbedding`.
+VL-BERT uses `VisualLinguisticEmbedding` (paper 3.2, figure 1). ViLBERT and Unicoder-VL use `SeparateEmbedding`.
 """
 
 import torch
@@ -51,7 +51,7 @@ class VisualLinguisticEmbedding(nn.Module):
         self.visual_dropout = nn.Dropout(config.dropout if config.visual_dropout else 0.0)
 
     def initialise(self) -> None:
-        """Initialise the parameters that need other values than `heads.initialise` gives them. Call this after it."""
+        """Set the parameters whose initial values differ from BERT's. Call `heads.initialise` first."""
         if self.config.visual_initialisation == "pytorch":
             self.visual.reset_parameters()
         if self.config.regions.masks_features:
@@ -60,9 +60,9 @@ class VisualLinguisticEmbedding(nn.Module):
         self.region_visual.initialise()
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """Return the embeddings of the text, [N, T, C], and of the regions followed by [END], [N, R + 1, C].
+        """Return the embedded text [N, T, C] and regions [N, R + 1, C], with [END] after the regions.
 
-        Padding takes no position. `appearance` [K, D] has the features of all images' real regions.
+        `appearance` [K, D] has the appearance features of the real regions of all images, in image order.
         """
         visual = self.region_visual_embeddings(batch, appearance)  # (N, R, L)
         length = batch.text_mask.sum(dim=1, keepdim=True)  # (N, 1)
@@ -94,7 +94,7 @@ class VisualLinguisticEmbedding(nn.Module):
         return Streams(text, regions, batch.text_mask, region_mask, batch.sizes.tokens, lengths)
 
     def _special_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the token embeddings of regions, [N, R, C], and of [END], [C]."""
+        """Return the token embeddings of the regions ([N, R, C]) and of [END] ([C])."""
         if self.config.special_tokens == "vocabulary":
             region, end = self.words.weight[self.vocab_size :]
             return region.expand(*batch.region_mask.shape, -1), end
@@ -132,23 +132,24 @@ def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
 
 
 def features_by_row(features: Tensor, batch: Batch) -> Tensor:
-    """Arrange values of all images' real regions, [K, ...], by row of the batch: [N, R, ...], zero in the padding."""
+    """Arrange the values of all real regions by row of the batch: [K, ...] -> [N, R, ...], zero in the padding."""
     # An extra last image without regions, at index -1, serves rows without an image.
     by_image = _features_by_image(features, batch, len(batch.image_rows) + 1)
     return by_image.index_select(0, batch.image_of % len(by_image))
 
 
 def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
-    """Arrange values [K, ...] by image: [images, R, ...]. Padding, and images after the batch's P, are zero."""
+    """Arrange values by image: [K, ...] -> [images, R, ...], zero in the padding and for images not in the batch."""
     width, shape = batch.region_mask.shape[1], features.shape[1:]
     padded = features.new_zeros(images * width, *shape).index_copy(0, batch.real_regions, features)
     return padded.view(images, width, *shape)
 
 
 class VisualProjection(nn.Module):
-    """A projection of visual feature embeddings, [..., L] -> [..., C], with LayerNorm if config.visual_norm says so.
+    """A projection of visual feature embeddings to the text's width: [..., L] -> [..., C].
 
-    There is no linear layer if L = C. `gain` is LayerNorm's initial weight.
+    There is no linear layer if L = C. If config.visual_norm is "layer_norm", LayerNorm follows, with `gain` as its
+    initial weight.
     """
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
@@ -168,10 +169,10 @@ class VisualProjection(nn.Module):
 
 
 class SeparateEmbedding(nn.Module):
-    """The embeddings of ViLBERT and Unicoder-VL, separate for text and regions (ViLBERT 2.1, Unicoder-VL 3.1).
+    """Separate embeddings of text and regions, as in ViLBERT (2.1) and Unicoder-VL (3.1).
 
-    The vector of a token is the sum of its word, position and segment embeddings. That of a region is the sum of two
-    linear layers: one of its appearance feature, one of its location (five numbers). Each sum has its own LayerNorm.
+    A token's vector is the sum of its word, position and segment embeddings. A region's vector is the sum of two linear
+    projections: of its appearance feature and of its location (five numbers). Each sum has its own LayerNorm.
     """
 
     positions_behind_text = 0  # regions have no position
@@ -198,14 +199,15 @@ class SeparateEmbedding(nn.Module):
             self.masked_appearance = nn.Embedding(1, config.regions.channels)
 
     def initialise(self) -> None:
-        """Initialise the parameters that need other values than `heads.initialise` gives them. Call this after it."""
+        """Set the parameters whose initial values differ from BERT's. Call `heads.initialise` first."""
         if hasattr(self, "masked_appearance"):
             nn.init.zeros_(self.masked_appearance.weight)
 
     def forward(self, batch: Batch, appearance: Tensor) -> Streams:
-        """Return the embeddings of the text, [N, T, C], and of the regions, [N, R, C'].
+        """Return the embedded text [N, T, C] and regions [N, R, C'].
 
-        With a task token, the text is [N, T + 1, C]. `appearance` [K, D] has the features of all images' real regions.
+        With a task token, the text is [N, T + 1, C]. `appearance` [K, D] has the appearance features of the real
+        regions of all images, in image order.
         """
         regions = features_by_row(self._regions(batch, appearance), batch)
         text, text_mask = self.words(batch.tokens) + self.segments(batch.segments), batch.text_mask

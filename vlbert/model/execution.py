@@ -1,7 +1,7 @@
 """Activation checkpointing and compiled kernels for training.
 
-Neither changes results or names in the state dict. Both apply to single blocks: a layer of the encoder, or a residual
-block of the Fast R-CNN.
+Neither changes the results or the names in the state dict. Both are applied to single blocks: a layer of the encoder,
+or a residual block of the Fast R-CNN.
 """
 
 from typing import Any
@@ -17,11 +17,12 @@ MAX_GRAPHS = 32  # per class of blocks; beyond it, torch.compile logs a warning 
 
 
 def trainable_blocks(model: VLBert) -> list[nn.Module]:
-    """Return the encoder layers and residual blocks with trainable parameters. Frozen ones keep no activations."""
+    """Return the encoder layers and Fast R-CNN residual blocks that have trainable parameters."""
     stages: list[nn.Module] = [model.encoder.layers]
     if model.fast_rcnn is not None:
         backbone = model.fast_rcnn.backbone
         stages += [backbone.res2, backbone.res3, backbone.res4, model.fast_rcnn.res5]
+    # Frozen blocks keep no activations, so checkpointing would save nothing.
     return [block for stage in stages for block in stage.children() if any(p.requires_grad for p in block.parameters())]
 
 
@@ -39,10 +40,10 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
 
 
 def checkpoint_activations(block: nn.Module) -> None:
-    """Make a block keep only its inputs in the forward pass, and recompute the rest in the backward pass.
+    """Make a block keep only its inputs for the backward pass, which then recomputes its activations.
 
-    Dropout is the same when recomputed. Afterwards, the block cannot be copied or pickled. A block with nn.BatchNorm2d
-    is not changed, because its running statistics would be updated twice per batch.
+    The recomputation uses the same dropout masks. The block can no longer be copied or pickled. A block with
+    nn.BatchNorm2d is not changed, because recomputation would update its running statistics twice per batch.
     """
     if any(isinstance(part, nn.BatchNorm2d) for part in block.modules()):
         return

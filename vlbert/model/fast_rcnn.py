@@ -1,4 +1,4 @@
-"""Fast R-CNN: one appearance feature per region from pixels and boxes, trained end to end (paper 3.2 and 3.3)."""
+"""The Fast R-CNN that computes one appearance feature per region (paper 3.2). It is trained end to end (paper 3.3)."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ class FastRCNN(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the appearance features of the K real regions of the batch's images, in image order: [K, D]."""
+        """Return the appearance features of all real regions of the batch's images, in image order: [K, D]."""
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the appearance features [K, D], given the result of `network_input`: float [p, 3, H, W] per group."""
+        """Return the appearance features [K, D], like `forward`. `pixels` is the result of `network_input`."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
         images, _ = batch.image_and_number()  # (K,)
         boxes = batch.of_real_regions(batch.boxes)  # (K, 4)
@@ -53,10 +53,11 @@ class FastRCNN(nn.Module):
         return cells.mean(dim=(2, 3))
 
     def network_input(self, batch: Batch) -> list[Tensor]:
-        """Return the network's input: float [p, 3, H, W], BGR, mean subtracted, masked regions and padding blank.
+        """Return the normalised pixels of all images, as float tensors [p, 3, H, W] in the channel order B, G, R.
 
-        There is one tensor per group of p images, which RegionConfig.padding defines, or a single one if BatchNorm is
-        trained. Raises ValueError if an image has no pixels, or if it is larger than the size of padding="fixed".
+        There is one tensor for each group of p images that are padded to the same size (see RegionConfig.padding), or a
+        single tensor if BatchNorm is trained. Padding is zero. Masked regions are blanked if RegionConfig.masking is
+        "pixels". Raises ValueError if an image has no pixels, or if it is larger than the size of padding="fixed".
         """
         with_pixels, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
         if with_pixels != images:
@@ -76,7 +77,7 @@ class FastRCNN(nn.Module):
         return [self._normalise(*group, batch) for group in zip(groups, indices, strict=True)]
 
     def _pad_fixed(self, batch: Batch) -> list[Tensor]:
-        """Pad images to the fixed size. Returns a tensor for each run of consecutive images of one orientation."""
+        """Pad images to the fixed size. Consecutive images with the same orientation share a tensor."""
         short, long = self.config.short_side, self.config.long_side
         sizes, groups, first = batch.sizes.images, [], 0
         for group in batch.pixels:
@@ -97,7 +98,7 @@ class FastRCNN(nn.Module):
         return groups
 
     def _normalise(self, pixels: Tensor, images: Tensor, batch: Batch) -> Tensor:
-        """Return the network's input for a group's uint8 pixels. `images` [p] are its images' indices in the batch."""
+        """Normalise uint8 pixels, and blank masked regions and padding. `images` [p] has the images' batch indices."""
         height, width = pixels.shape[2:]
         # Changing the layout is cheaper while a pixel is a byte.
         pixels = pixels.flip(1).contiguous(memory_format=torch.channels_last).float() - self.pixel_mean

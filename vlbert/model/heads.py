@@ -1,4 +1,4 @@
-"""Modules for task heads (poolers, transforms, classifiers), and the initialisation of weights."""
+"""Building blocks of task heads (poolers, transforms and classifiers), and the initialisation of weights."""
 
 from typing import Literal
 
@@ -13,9 +13,11 @@ ClassifierKind = Literal["linear", "two_layers", "words", "regions", "regions_no
 
 
 class Pooler(nn.Module):
-    """A module that pools each row to one vector. Its `kind` is the method, ModelConfig.pooler.
+    """A module that pools each row of text and regions to one vector.
 
-    Its `size` is the vector's width P: the width of co-attention for "product", otherwise that of the text.
+    Attributes:
+        kind: pooling method, the value of ModelConfig.pooler.
+        size: width P of the vector. For "product", it is the width of co-attention; otherwise it is the text's width.
     """
 
     def __init__(self, config: ModelConfig):
@@ -27,7 +29,7 @@ class Pooler(nn.Module):
         self.dropout = nn.Dropout(config.dropout if product else 0.0)
 
     def forward(self, text: Tensor, regions: Tensor) -> Tensor:
-        """Pool text [N, T, C] and regions [N, R, C'] to [N, P]."""
+        """Pool text [N, T, C] and regions [N, R, C'] to vectors [N, P]."""
         if self.dense is None:
             return text[:, 0]
         if self.region_dense is None:
@@ -36,7 +38,7 @@ class Pooler(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """A dense layer, GELU and, if `normed`, LayerNorm, for use before the last layer of a classifier."""
+    """A dense layer with GELU, followed by LayerNorm if `normed`. It precedes the last layer of a classifier."""
 
     def __init__(self, hidden_size: int, normed: bool):
         super().__init__()
@@ -49,14 +51,16 @@ class HeadTransform(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier that maps vectors [..., inputs] to logits [..., outputs], for the head of a fine-tuned task.
-
-    "linear" is one layer, "two_layers" are two with ReLU between them. "words", "regions" and "regions_norm" are a
-    HeadTransform and a layer. Their transform can start from that of pre-training's word or region classifier;
-    "regions_norm" fits PretrainingSettings.region_head=transform_norm. ViLBERT's kinds have two layers: "weight_norm"
-    is weight-normalised with ReLU between its layers, "gelu_norm" has GELU and LayerNorm between them.
+    """A classifier for the head of a fine-tuned task. It maps vectors [..., inputs] to logits [..., outputs].
 
     Args:
+        kind: structure of the classifier:
+            "linear": one layer.
+            "two_layers": two layers with ReLU between them.
+            "words", "regions", "regions_norm": a HeadTransform and a layer. The transform can start from the weights of
+                pre-training's word or region classifier, for "regions_norm" with region_head="transform_norm".
+            "weight_norm": as in ViLBERT, two weight-normalised layers with ReLU between them.
+            "gelu_norm": as in ViLBERT, two layers with GELU and LayerNorm between them.
         dropout: probability before each layer except the transform. In ViLBERT's kinds, only before the second layer.
         width: outputs of the first layer of "two_layers". ViLBERT's kinds always have 2 * inputs.
         inputs: width of the vectors; None means the width of the text.
@@ -100,7 +104,7 @@ class Classifier(nn.Module):
 
 
 class PairClassifier(nn.Module):
-    """A Pooler followed by a Classifier, which returns one vector of logits per row."""
+    """A Pooler followed by a Classifier. It returns one vector of logits per row."""
 
     def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
         super().__init__()
@@ -127,7 +131,7 @@ class WeightNormLinear(nn.Module):
 
 
 def initialise(module: nn.Module, standard_deviation: float) -> None:
-    """Initialise like BERT: linear and embedding weights from N(0, standard_deviation), LayerNorms with 1, biases 0."""
+    """Initialise weights from N(0, standard_deviation), as in BERT. LayerNorm weights become 1, and biases 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=standard_deviation)
@@ -138,7 +142,7 @@ def initialise(module: nn.Module, standard_deviation: float) -> None:
 
 
 def initialise_head(head: nn.Module, config: ModelConfig) -> None:
-    """Initialise a new head like the model (paper 4.1), or as in published code if head_initialisation is "xavier"."""
+    """Initialise a new head as in BERT (paper 4.1) or, if head_initialisation is "xavier", as in the published code."""
     initialise(head, config.initializer_range)
     if config.head_initialisation == "xavier":
         for part in head.modules():

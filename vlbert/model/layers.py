@@ -29,13 +29,13 @@ _STREAM_OF: dict[str, Stream] = {"J": "both", "T": "text", "V": "regions"}  # by
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """The encoder's input or output: text and regions, padded.
+    """The padded text and regions that enter or leave the encoder.
 
     Attributes:
         text: float [N, T, C].
         regions: float [N, E, C']. In VL-BERT, E = R + 1, and the last element is [END].
         text_mask, region_mask: bool [N, T] and [N, E], True at real elements.
-        text_lengths, region_lengths: number of real elements of each row, on the host (Sizes in vlbert/data/batch.py).
+        text_lengths, region_lengths: number of real elements in each row, as Python integers.
     """
 
     text: Tensor
@@ -46,7 +46,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Return each row's text and regions concatenated, float [N, T + E, C], the mask, bool, and the row lengths."""
+        """Concatenate each row's text and regions. Returns them [N, T + E, C], their mask, and the row lengths."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -59,10 +59,12 @@ class AttentionMap:
     """Attention weights of one layer.
 
     Attributes:
-        layer, letter: index of the layer, from 0, and its letter in ModelConfig.layers.
-        queries, keys: stream that attends, and stream that it attends to; "both" is the text, then the regions.
-        weights: float [N, heads, queries, keys]. The weights of a query sum to 1, and those of padded keys are 0. In a
-            row of the batch without keys, all are 0.
+        layer: index of the layer, counted from 0.
+        letter: kind of the layer, as in ModelConfig.layers.
+        queries: stream whose elements attend; "both" means the text followed by the regions.
+        keys: stream to which they attend.
+        weights: float [N, heads, queries, keys]. The weights of each query sum to 1 and are 0 at padded keys. In rows
+            without any keys, all weights are 0.
     """
 
     layer: int
@@ -83,8 +85,8 @@ class Packing:
         chosen: int64 [L], index of each real element in the padded rows, flattened to [N * S].
         positions: int64 [L], index of each real element in the compact rows, flattened to [N * s].
         filled: bool [N, s], True at real elements of the compact rows.
-        key_mask: [N, 1, 1, s], added before attention's softmax: 0 at real elements, else -inf; None if all rows are
-            full. A row without real elements has only zeros, because the softmax of -inf alone is NaN.
+        key_mask: float [N, 1, 1, s], added to the attention scores: 0 at real elements, -inf at padding. It is all 0 in
+            rows without real elements, because the softmax of only -inf is NaN. None if no compact row has padding.
     """
 
     real: Tensor
@@ -95,9 +97,12 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> "Packing":
-        """Return the packing of rows with the mask `real` [N, S], for attention in `dtype`.
+        """Make the packing of padded rows.
 
-        `lengths` has the number of real elements of each row, so that the host need not wait for the device.
+        Args:
+            real: bool [N, S], True at real elements.
+            lengths: number of real elements in each row. Reading them from `real` would make the CPU wait for the GPU.
+            dtype: type in which attention is computed.
         """
         count, longest = sum(lengths), max(1, *lengths)
         filled = torch.arange(longest, device=real.device) < real.sum(dim=1, keepdim=True)
@@ -119,9 +124,8 @@ class Packing:
 
     def unpack(self, x: Tensor) -> Tensor:
         """Undo `pack`: [L, C] -> [N, S, C], zero in the padding."""
-        return (
-            x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x).view(*self.real.shape, x.shape[1])
-        )
+        rows = x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x)
+        return rows.view(*self.real.shape, x.shape[1])
 
     def rows(self, x: Tensor) -> Tensor:
         """Put packed elements into compact rows: [L, C] -> [N, s, C], zero in the padding."""
@@ -136,7 +140,8 @@ class Packing:
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
         """Expand attention maps from compact to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
 
-        This packing is that of the queries. A padded key gets 0, a padded query the weights of the query before it.
+        `self` is the packing of the queries, `keys` that of the keys. Padded keys get the weight 0. A padded query gets
+        the weights of the last real query before it.
         """
         query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
         wide = maps.take_along_dim(query[:, None, :, None], dim=2).take_along_dim(key[:, None, None, :], dim=3)
@@ -152,12 +157,12 @@ def attend(
     dropout: float,
     maps: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return the result of multi-head attention within each row: [L, A], zero for rows without keys.
+    """Return the results of multi-head attention within each row: [L, A], zero in rows without keys.
 
     Args:
         query: [N, heads, s, A/heads], in the compact rows of `queries`.
         key, value: [N, heads, s', A/heads], in the compact rows of `keys`.
-        maps: if given, the attention weights, [N, heads, s, s'], are appended to this list.
+        maps: list to which the attention weights [N, heads, s, s'] are appended, if given.
     """
     mask = keys.key_mask
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
@@ -188,7 +193,7 @@ class StreamLayer(nn.Module):
         return self.dropout.p if self.training else 0.0
 
     def project(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
-        """Return the queries, keys and values of x [L, C], computed by one product: each [N, heads, s, A/heads]."""
+        """Project packed elements [L, C] to queries, keys and values. Each is [N, heads, s, A/heads]."""
         parts = (self.query, self.key, self.value)
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         rows = packing.rows(F.linear(x, weight, bias))  # (N, s, 3 A)
@@ -201,19 +206,19 @@ class StreamLayer(nn.Module):
 
 
 class SelfAttentionLayer(StreamLayer):
-    """A layer in which a row's elements attend to each other: both streams (J), the text (T) or the regions (V)."""
+    """A layer of self-attention within each row: over both streams (J), the text (T) or the regions (V)."""
 
     def __init__(self, size: StreamSize, dropout: float):
         super().__init__(size, size.hidden_size, size.num_heads, dropout)
 
     def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
-        """Return the layer's output for x: [L, C] -> [L, C]. `maps` is that of `attend`."""
+        """Apply the layer to packed elements [L, C]. If `maps` is given, the attention weights are appended to it."""
         attended = attend(*self.project(x, packing), packing, packing, self.attention_dropout, maps)
         return self.after_attention(x, attended)
 
 
 class CoAttentionLayer(nn.Module):
-    """A layer (X) in which words attend to the regions of their row, and regions to its words (ViLBERT 2.2)."""
+    """A layer (X) in which words attend to the regions of their row, and regions attend to its words (ViLBERT 2.2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -224,7 +229,7 @@ class CoAttentionLayer(nn.Module):
     def forward(
         self, text: Tensor, regions: Tensor, text_pack: Packing, region_pack: Packing, maps: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return text [L, C] and regions [L', C']. `maps` gets the words' attention weights, then the regions'."""
+        """Apply the layer to packed text [L, C] and regions [L', C']. `maps` gets the weights of the words first."""
         rate = self.text.attention_dropout
         words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
         text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
@@ -252,11 +257,11 @@ class Encoder(nn.Module):
         attentions: list[AttentionMap] | None = None,
         hidden_states: list[Streams] | None = None,
     ) -> Streams:
-        """Return the streams after all layers, zero in the padding.
+        """Return the streams after all layers. Their padding is zero.
 
         Args:
-            attentions: each layer appends its attention map to this list; X appends two, the text's and the regions'.
-            hidden_states: each layer appends its output to this list.
+            attentions: list to which each layer appends its attention map. A layer X appends two, the text's map first.
+            hidden_states: list to which each layer appends its output.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
             streams = self._run(streams, joint, numbers, attentions, hidden_states)
@@ -270,7 +275,7 @@ class Encoder(nn.Module):
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Run consecutive layers: if `joint`, J on the concatenated streams, otherwise T, V and X on separate ones."""
+        """Run consecutive layers: J on the concatenated streams if `joint`, else T, V and X on separate streams."""
         padded: dict[Stream, tuple[Tensor, Tensor, Sequence[int]]] = {
             "text": (streams.text, streams.text_mask, streams.text_lengths),
             "regions": (streams.regions, streams.region_mask, streams.region_lengths),

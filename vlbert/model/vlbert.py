@@ -35,9 +35,9 @@ class Encoded:
 
 
 class VLBert(nn.Module):
-    """Fast R-CNN features, the visual-linguistic embedding and the encoder (paper, figure 1).
+    """The model without a head: Fast R-CNN features, input embeddings and the encoder (paper, figure 1).
 
-    To load one: `VLBertModel.from_pretrained(folder, run or hub name).vlbert` (vlbert.hf).
+    Load a trained one with `VLBertModel.from_pretrained(NAME).vlbert` (vlbert.hf).
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
@@ -87,12 +87,12 @@ class VLBert(nn.Module):
         )
 
     def _text_and_regions(self, streams: Streams, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return text and regions without the task token and [END]."""
+        """Return the text [N, T, C] and the regions [N, R, C'], without the task token and [END]."""
         text = streams.text if self.config.task_token is None else _drop_task(streams.text, 1)
         return text, streams.regions[:, : batch.region_mask.shape[1]]
 
     def appearance(self, batch: Batch) -> Tensor:
-        """Return the appearance features of the K real regions of the batch's images, in image order: [K, D]."""
+        """Return the appearance features of all real regions of the batch's images, in image order: [K, D]."""
         if not len(batch.image_rows):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
@@ -107,7 +107,7 @@ class VLBert(nn.Module):
 
 
 def _drop_task(x: Tensor, axis: int) -> Tensor:
-    """Return x without the task token, which follows [CLS]."""
+    """Remove the task token, which follows [CLS], along the given axis."""
     return torch.cat([x.narrow(axis, 0, 1), x.narrow(axis, 2, x.shape[axis] - 2)], dim=axis)
 
 

@@ -23,7 +23,7 @@ _COLUMNS = 4  # of panels
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """The attention of words to regions in one layer: weights float32 [A, T, R]."""
+    """The attention weights from words to regions in one layer: float32 [A, T, R]."""
 
     layer: int
     weights: np.ndarray
@@ -35,15 +35,16 @@ class Map:
 
     @property
     def strength(self) -> np.ndarray:
-        """Weights of the busiest head, [T, R], rescaled so that those of all heads range from 0 to 1 (figure 3)."""
+        """The busiest head's weights, [T, R], scaled so that the weights of all heads range from 0 to 1 (figure 3)."""
         lowest, highest = self.weights.min(), self.weights.max()
         return (self.weights[self.busiest] - lowest) / max(highest - lowest, 1e-12)
 
 
 def make_maps(prediction: Prediction) -> list[Map]:
-    """Return the maps of the layers in which words attend to regions (J and X), without padding.
+    """Return the maps of all layers in which words attend to regions (J and X), without padding.
 
-    With several choices, they are those of the chosen one. Raises ValueError if the prediction has no attention maps.
+    If the text has several choices, the maps are those of the chosen one. Raises ValueError if the prediction has no
+    attention maps.
     """
     if prediction.batch is None or prediction.encoded is None or prediction.encoded.attentions is None:
         raise ValueError("the prediction has no attention maps: give a text, and attentions=True")
@@ -60,13 +61,13 @@ def make_maps(prediction: Prediction) -> list[Map]:
 
 
 def select_regions(maps: list[Map]) -> list[int]:
-    """Return the sorted indices of the regions with most attention from the drawn words; 0 is the whole image."""
+    """Return the sorted indices of the regions to draw, which get the most attention. Index 0 is the whole image."""
     received = np.max([layer.strength[:MAX_WORDS].max(0) for layer in maps], axis=0)
     return sorted(np.argsort(-received, kind="stable")[:MAX_REGIONS].tolist())
 
 
 def draw_attention(prediction: Prediction) -> bytes:
-    """Draw the image with its regions and, for each layer, a heat map of its busiest head. Returns a PNG.
+    """Draw the image with its regions and, for each layer, a heat map of the busiest head. Returns a PNG.
 
     The figure shows only the regions with the most attention, and only the first words of a long text.
     """
@@ -96,7 +97,7 @@ def draw_attention(prediction: Prediction) -> bytes:
 
 
 def _draw_panel(axes: "Axes", layer: Map, words: list[str], regions: dict[int, str]) -> None:
-    """Draw the busiest head as a heat map, with a row for each word and a column for each region {index: name}."""
+    """Draw a layer's busiest head as a heat map with words as rows and `regions` ({index: name}) as columns."""
     axes.imshow(layer.strength[: len(words), list(regions)], cmap="Blues", vmin=0, vmax=1)
     axes.set_aspect("auto")
     axes.set_title(f"layer {layer.layer}, head {layer.busiest}", fontsize=14)

@@ -11,7 +11,7 @@
     vlbert predict CHECKPOINT --serve                         # serves a page where you drop images
 
 CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model and its
-task's head. Only checkpoints of retrieval, and of pre-training with the relationship head, can rank. The prediction is
+task's head. Only checkpoints for retrieval, or for pre-training with the relationship head, can rank. The prediction is
 drawn into a file next to the image. More in docs/library.md.
 """
 
@@ -67,7 +67,7 @@ class Options:
 
 
 def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
-    """Return the predictor that the command line asks for. It is a Ranker if the checkpoint is one of retrieval."""
+    """Load the predictor for the command line's options: a Ranker for a retrieval checkpoint, otherwise a Predictor."""
     task = read_config_at(*find_checkpoint(options.checkpoint)).get("task")
     if task == RetrievalSettings.__name__:
         return Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
@@ -76,14 +76,14 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
 
 
 def _get_changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the checkpoint's recipe that the command line sets, with their values, by dotted name."""
+    """Return the changes that the command line makes to the checkpoint's recipe: {dotted name of a field: value}."""
     if not fields:
         return {}
     return named_fields(override(recipe_of(open_checkpoint(options.checkpoint, tensors=False)), fields), fields)
 
 
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
-    """Print the prediction for the command line's image and text, and draw it into a file."""
+    """Print the prediction for an image and a text, and draw it into a file."""
     file = output_file(options)
     question = (options.text, options.choices, options.answer, options.mask_regions)
     prediction = open_predictor(options, fields)(options.inputs[0], *question, options.attention)
@@ -99,7 +99,7 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
 
 
 def output_file(options: Options) -> Path:
-    """Return the file into which the prediction is drawn. Raises ValueError if it is the image itself."""
+    """Return the file to draw the prediction into. Raises ValueError if that is the input image."""
     kind = "answer" if options.text is not None or options.mask_regions else "regions"
     image = Path(options.inputs[0])
     out = options.out or image.with_name(f"{image.stem}-{kind}.png")
@@ -119,7 +119,7 @@ def rank(options: Options, fields: Sequence[str]) -> None:
 
 
 def serve_page(options: Options, fields: Sequence[str]) -> None:
-    """Serve a page for predictions, as --serve asks, until Ctrl-C."""
+    """Serve the web page of --serve until Ctrl-C."""
     for package in ("fastapi", "uvicorn"):
         require(package, "--serve", "serve")
     from vlbert.predict.page import serve  # here, because it needs these
@@ -130,7 +130,7 @@ def serve_page(options: Options, fields: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `vlbert predict`. Other options are fields of the checkpoint's recipe, such as --task.folder=vqa."""
+    """Run `vlbert predict`. Unknown options set fields of the checkpoint's recipe, such as --task.folder=vqa."""
     options, fields = parse_known(Options, arguments, "vlbert predict", description=__doc__)
     run = serve_page if options.serve else rank if options.among or options.captions else predict_and_draw
     with warnings.catch_warnings():

@@ -1,7 +1,8 @@
-"""Serve the page of `vlbert predict CHECKPOINT --serve` to the browsers of this machine.
+"""Serve the web page of `vlbert predict CHECKPOINT --serve` to browsers on this computer.
 
-The server listens only on 127.0.0.1. Pages of other sites cannot use it, because it refuses requests whose Host is not
-this machine, and POSTs from another origin. A lock gives the model to one request at a time. A few others may wait.
+The server listens only on 127.0.0.1. Pages of other web sites cannot use it, because it refuses requests whose Host
+header names another host, and POST requests from another origin. It handles one request at a time, and refuses
+connections if too many are waiting.
 """
 
 import base64
@@ -54,7 +55,7 @@ _HEADERS = {
 
 
 class Question(BaseModel):
-    """A request from the page: the id of an image, and the fields of the form. If there are `captions`, rank them."""
+    """A question from the page: the id of an image, and the fields of the form. If it has `captions`, rank them."""
 
     image: str
     text: str = ""
@@ -66,7 +67,7 @@ class Question(BaseModel):
 
 
 def page_app(predictor: Predictor) -> FastAPI:
-    """Return the app that serves a predictor's page, and the regions and answers that its script asks for."""
+    """Return the web app that serves the page, finds the regions of uploaded images, and answers questions."""
     samples: dict[str, Sample] = {}
     lock = threading.Lock()  # model, samples and matplotlib are used by one thread at a time
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # FastAPI's own pages load files from other sites
@@ -78,7 +79,7 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.get("/", response_class=HTMLResponse)
     def html() -> str:
-        """Return the page. Its script has a nonce, so that the browser runs no other script."""
+        """Return the HTML page. A nonce makes the browser refuse to run any script but the page's own."""
         task, metadata = predictor.recipe.task, predictor.detector.metadata
         values = {
             "nonce": secrets.token_urlsafe(16),
@@ -93,7 +94,7 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.post("/regions")
     def regions(data: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        """Return the uploaded image as it would be stored, with an id and its regions."""
+        """Find the regions of an uploaded image. Returns the image's id, its stored JPEG and its regions."""
         with lock:
             sample = predictor.detect(data)
             named = zip(sample.require_regions().boxes, predictor(sample).names, strict=True)
@@ -106,7 +107,7 @@ def page_app(predictor: Predictor) -> FastAPI:
 
     @app.post("/answer")
     def answer(question: Question) -> dict[str, Any]:
-        """Return the answer to a question or, given captions, the one that fits best and their ranking."""
+        """Answer a question about an image. If there are captions, rank them and return the best one as the answer."""
         with lock:
             sample = samples.get(question.image)
             if sample is None:
@@ -140,7 +141,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Refuse POSTs from pages of other sites (browsers send the origin), and add security headers to all responses."""
+    """Refuse POST requests from pages of other web sites, and add security headers to all responses."""
     origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
     own = f"http://{request.headers.get('Host')}".lower()
     if request.method != "GET" and ((origin or own).lower() != own or site not in ("same-origin", "none")):
@@ -152,7 +153,7 @@ async def _guard(request: Request, answer: Callable[[Request], Awaitable[Respons
 
 
 def _describe_box(box: Sequence[float], number: int, name: str) -> dict[str, Any]:
-    """Return a box for the page: x1 y1 x2 y2 in pixels of the image, and CSS colours."""
+    """Return a region's number, name, box (x1 y1 x2 y2 in pixels of the image) and CSS colours for the page."""
     colour = colour_of(number)
     sides = [round(float(side), 2) for side in box]
     return {"number": number, "name": name, "box": sides, "colour": f"rgb{colour}", "ink": f"rgb{ink_on(colour)}"}

@@ -19,11 +19,12 @@ class Prediction:
     """A model's prediction for one image.
 
     Attributes:
-        sample: The image as it would be stored, with its regions.
+        sample: The image as datasets store it, with its regions.
         names: Name of each region: its number, from 1, and its class if the detector has class names.
         row: The task's prediction (Task.predictions in vlbert/tasks/base.py); None if there are only regions.
-        tokens: Tokens of each row of `batch`, with special tokens. A row is a choice, or the only text.
-        batch, encoded: The model's input, and the encoder's output for it, with attention maps if requested.
+        batch: The model's input. It has one row per choice, or a single row.
+        tokens: Tokens of each row of `batch`, including special tokens.
+        encoded: The encoder's output for `batch`, with attention maps if requested.
     """
 
     sample: Sample
@@ -35,16 +36,16 @@ class Prediction:
 
     @property
     def answer(self) -> str:
-        """The model's answer; "" if there are only regions."""
+        """The model's answer, or "" if there are only regions."""
         return self.row["answer"] if self.row else ""
 
     @property
     def chosen(self) -> int:
-        """Index of the batch's row from which the answer comes: the row of the chosen choice, or 0 without choices."""
+        """Index of the batch row that gives the answer: the most probable choice, or 0 if there are no choices."""
         return int(np.argmax(self.row["probabilities"])) if self.row and len(self.tokens) > 1 else 0
 
     def lines(self) -> list[tuple[str, float | None]]:
-        """Return the lines to print, such as question and answers, each with its probability, or None without one."""
+        """Return the lines to print, such as the question and the answers. A line may have a probability."""
         if self.row is None:
             return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
         row = self.row
@@ -75,5 +76,5 @@ class Prediction:
 
 
 def class_name(number: int, classes: Sequence[str] | None) -> str:
-    """Return the name of a detector's class, or "class N" if the detector has no names. Class 0 is the background."""
+    """Return the name of a detector class, or "class N" if `classes` has no names. Class 0 is the background."""
     return "background" if number == 0 else classes[number - 1] if classes else f"class {number}"

@@ -26,7 +26,7 @@ from vlbert.tasks.base import user_annotation
 
 
 class Predictor:
-    """A checkpoint and its detector, loaded once.
+    """A predictor for single images. It loads a checkpoint's model and its detector only once.
 
         predictor = Predictor("demo-root/runs/pretrain")
         print(predictor("photo.jpg", "a red [MASK]").answer)
@@ -59,7 +59,7 @@ class Predictor:
         return load_detector(self.checkpoint.config, self.checkpoint.uri, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
-        """Return the image as a sample, as it would be stored, with the regions that the detector finds."""
+        """Find the regions of an image. Returns a sample with the image as datasets store it, and its regions."""
         return detect_regions(read_image(image), self.detector)
 
     def __call__(
@@ -71,7 +71,7 @@ class Predictor:
         mask_regions: Sequence[int] = (),
         attentions: bool = False,
     ) -> Prediction:
-        """Return the model's prediction for a text about an image, or about a sample that `detect` returned.
+        """Return the model's prediction for a text about an image. `image` may also be a sample that `detect` returned.
 
         `choices`, `answer` and `mask_regions` are for tasks that use them. If neither a text nor `mask_regions` is
         given, the prediction has only the regions. Raises ValueError if the image cannot be read, or if the task does
@@ -101,7 +101,7 @@ class Predictor:
         return Prediction(sample, names, add_class_names(row, names, classes), batch, tokens, encoded)
 
     def make_batch(self, sample: Sample, annotation: Any) -> Batch:
-        """Make a batch of one example from a sample with regions, and an annotation from `task.annotation_for`."""
+        """Make a batch of one example. `sample` has regions; `annotation` is made by `task.annotation_for`."""
         prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
         return collate([self.task.example(sample, prepared, annotation, np.random.default_rng(0))])
 
@@ -110,10 +110,12 @@ class Predictor:
 
 
 def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
-    """Load the detector whose regions a model was trained on or, if none is recorded, the detector of `file`.
+    """Load the detector whose regions a model was trained on, or that of `file` if config.json records none.
 
-    `config` is the model's config.json, and `source` names the model in errors. `file` has the detector's weights. If
-    it is None, the weights from which the model's Fast R-CNN started are used, if they are the detector's.
+    Args:
+        config: The model's config.json.
+        source: The model's name in error messages.
+        file: The detector's weights. None: those that the model's Fast R-CNN started from, if they are this detector's.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
@@ -127,7 +129,7 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
 
 
 def find_detector_weights(config: dict) -> str | None:
-    """Return the weight file from which a model's Fast R-CNN started, in this or an earlier run; None if unknown."""
+    """Return the weight file that a model's Fast R-CNN started from, perhaps in an earlier run; None if unknown."""
     weights, init_from = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
     if weights or not init_from:
         return weights
@@ -151,7 +153,7 @@ def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
 
 
 def name_regions(regions: Regions, classes: Sequence[str] | None) -> list[str]:
-    """Return a name for each region: its number, from 1, and its class if `classes` has the detector's class names."""
+    """Name each region by its number, counted from 1, and by its class if `classes` has class names."""
     labels = (regions.labels_background_first() - 1).tolist()
     return [f"{number} {classes[label]}" if classes else str(number) for number, label in enumerate(labels, 1)]
 

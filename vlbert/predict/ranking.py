@@ -27,7 +27,7 @@ class Ranker(Predictor):
         ranker.images("photos", "a red circle")                 # [("IMG_3.jpg", 0.91), ...]
         ranker.captions("photo.jpg", ["a red circle", "a blue star"])
 
-    Raises ValueError if the checkpoint is neither of retrieval nor of pre-training with the relationship head.
+    Raises ValueError unless the checkpoint is for retrieval, or for pre-training with the relationship head.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Ranker(Predictor):
             )
 
     def images(self, folder: str | Path, text: str) -> Ranking:
-        """Rank the image files of a folder (not of its subfolders) by how well they fit the text. Returns file names.
+        """Rank the image files of a folder by how well they fit the text. Returns their names and probabilities.
 
-        A warning gives the reason for each file that is skipped. Raises OSError if there is no such folder, and
-        ValueError if none of its files can be ranked.
+        Subfolders are ignored. A file that cannot be ranked is skipped with a warning. Raises OSError if there is no
+        such folder, and ValueError if none of its files can be ranked.
         """
         ranking, annotation = [], self._make_annotation([text])
         for file in sorted(file for file in Path(folder).iterdir() if file.is_file() and file.name[0] != "."):
@@ -58,9 +58,10 @@ class Ranker(Predictor):
         return sorted(ranking, key=lambda pair: -pair[1])
 
     def captions(self, image: str | Path | bytes | Sample, captions: Sequence[str]) -> Ranking:
-        """Rank captions by how well they fit an image, or a sample that `detect` returned.
+        """Rank captions by how well they fit an image. Returns the captions and their probabilities.
 
-        Raises ValueError if the image cannot be read or a caption has no words.
+        `image` may also be a sample that `detect` returned. Raises ValueError if the image cannot be read or a caption
+        has no words.
         """
         annotation = self._make_annotation(captions)
         sample = image if isinstance(image, Sample) else self.detect(image)
@@ -74,14 +75,14 @@ class Ranker(Predictor):
         return self.task.with_candidates([HeldOutImage("", tuple(texts))])[0]
 
     def _predict_fit(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
-        """Return the probability that each text fits, float64 [texts]."""
+        """Return the probability that each text fits the image, float64 [texts]."""
         with torch.inference_mode():
             (row,) = self.model.predict(self.make_batch(sample, annotation))
         return 1 / (1 + np.exp(-row["scores"].astype(np.float64)))
 
 
 def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
-    """Make a recipe for retrieval with a pre-trained model, given its config.json; None for a model of another task.
+    """Make a recipe for retrieval from the config.json of a pre-trained model. Returns None for models of other tasks.
 
     The recipe limits the length of captions and the number of regions as in pre-training.
     """

@@ -1,4 +1,4 @@
-"""The base class for checkpoints of VL-BERT's and ViLBERT's authors.
+"""The base class for published checkpoints of VL-BERT and ViLBERT.
 
 vlbert.py and vilbert.py map the keys of the authors' files to our tensors. convert.py reads and writes the files.
 """
@@ -27,7 +27,7 @@ Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 
 @dataclass(frozen=True)
 class Hints:
-    """Properties of a file's model that its tensors do not show, given by the user."""
+    """Properties of a model that the tensors in its file do not show, given by the user."""
 
     num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
     task: str | None = None  # of a fine-tuned ViLBERT: take the heads of vqa, vcr, refcoco, retrieval or pretraining
@@ -39,7 +39,10 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True)
 class Published(ABC):
-    """The model in a checkpoint file of the authors, with the file's names for our tensors."""
+    """The model in a checkpoint file of the authors. It maps the file's keys to our tensor names.
+
+    The plain name of a key lacks the prefixes of training wrappers, and is the name in the authors' latest code.
+    """
 
     task: Any  # settings of the task; None: a model without heads
     model: ModelConfig
@@ -54,25 +57,25 @@ class Published(ABC):
 
     @property
     def hints(self) -> Hints:
-        """The hints from which `from_shapes` would infer this model."""
+        """The hints with which `from_shapes` infers this model."""
         return Hints((self.model.num_heads,))
 
     @staticmethod
     @abstractmethod
     def plain_name(key: str) -> str:
-        """Return a key's plain name: without prefixes of wrappers, and as the authors' latest code names it."""
+        """Return a key without the prefixes of training wrappers, renamed as in the authors' latest code."""
 
     def in_file(self, name: str) -> str:
-        """Return the key under which the authors' code would save the tensor with this plain name."""
+        """Return the key under which the authors' code saves the tensor with this plain name."""
         return name
 
     @classmethod
     @abstractmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "Published":
-        """Infer the model from its tensors' shapes. Raises ValueError if it is not of this kind."""
+        """Infer the model from the shapes of its tensors. Raises ValueError if the file holds another kind of model."""
 
     def head(self) -> nn.Module:
-        """Make a new head for the task, a module of this package."""
+        """Make a new head for the model's task."""
         if self.task is None:
             return nn.ModuleDict({"pooler": Pooler(self.model)})
         if isinstance(self.task, PretrainingSettings):
@@ -84,21 +87,21 @@ class Published(ABC):
 
     @abstractmethod
     def entries(self) -> list[dict]:
-        """Return an entry (see vlbert.published.convert.convert) for each plain name that a float32 file has.
+        """Return the entries of the conversion report (see convert.py) for a float32 file whose keys are plain names.
 
-        Raises ValueError if the authors' code has no counterpart of one of our tensors.
+        Raises ValueError if one of our tensors has no counterpart in the authors' code.
         """
 
     @staticmethod
     def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
-        """Make entries from {our name: plain name}. Raises ValueError if a plain name is None (no counterpart)."""
+        """Make report entries from {our name: plain name}. Raises ValueError if a plain name is None."""
         if unknown := [name for name, key in theirs.items() if key is None]:
             raise ValueError(f"their code has no such model: it lacks {unknown[0]}")
         return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
 
     @cached_property
     def skeleton(self) -> dict[str, Tensor]:
-        """The model's tensors by our names, on the meta device, so that they have a shape but no data."""
+        """The model's tensors by our names. They are on the meta device, so they have shapes but no data."""
         with torch.device("meta"):
             parts = {"vlbert": VLBert(self.model, self.vocab_size), "head": self.head()}
         states = {part: module.state_dict() for part, module in parts.items()}
@@ -107,7 +110,7 @@ class Published(ABC):
 
     @classmethod
     def matrix(cls, shapes: Shapes, name: str) -> tuple[int, int]:
-        """Return the shape of a matrix that every file has. Raises ValueError if it is missing or not a matrix."""
+        """Return the shape of a matrix in the file. Raises ValueError if the tensor is missing or not a matrix."""
         if name not in shapes:
             raise ValueError(f"it has no {name}, so it is not a {cls.kind} of the authors, or is incomplete")
         if len(shapes[name]) != 2:
@@ -121,5 +124,5 @@ def has_any(shapes: Iterable[str], prefix: str | tuple[str, ...]) -> bool:
 
 
 def count(shapes: Iterable[str], pattern: str) -> int:
-    """Count the distinct matches of the pattern's group in all names, for example the numbers of layers."""
+    """Match a pattern against all names, and count the different values of its group, such as layer indices."""
     return len({match.group(1) for match in (re.match(pattern, name) for name in shapes) if match})

@@ -1,12 +1,13 @@
-"""Convert checkpoints of VL-BERT's and ViLBERT's authors to models of this project, and back.
+"""Convert published VL-BERT and ViLBERT checkpoints to models of this project, and back.
 
     vlbert convert vl-bert-base-e2e.model OUT --vocabulary vocab.txt
     vlbert convert OUT vl-bert-base-e2e.model
     vlbert convert pytorch_model_9.bin OUT --vocabulary vocab.txt
 
-The keys of a file show which model it is. OUT is a model's folder (docs/formats.md): `VLBertModel.from_pretrained(OUT)`
-and `--init_from OUT` read it. Its published.json records what each key of the file became, and published.safetensors
-has the tensors without a counterpart here. With them, converting back gives bit-identical tensors.
+The model is inferred from the file's keys. OUT is a model folder (docs/formats.md), which
+`VLBertModel.from_pretrained(OUT)` and `--init_from OUT` read. Its published.json records what each key of the file
+became. Tensors that have no counterpart here are kept in published.safetensors. With these files, converting back gives
+bit-identical tensors.
 """
 
 import json
@@ -36,11 +37,12 @@ REPORT, KEPT = "published.json", "published.safetensors"
 
 
 def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tuple[dict[str, Tensor], list[dict]]:
-    """Convert the authors' tensors. Returns our tensors in float32, and a report with one entry per key.
+    """Convert the authors' tensors to ours (float32). Returns the tensors, and a report with an entry for each key.
 
-    An entry has `theirs` (the key), `dtype`, and either `ours` (our name, which keys of equal tensors share) or `kept`
-    (the shape of a tensor without a counterpart, which is stored separately). Tensors that the file lacks and its task
-    does not read are zeros. Raises ValueError if a key is unexpected or missing, or its tensor is invalid.
+    An entry has `theirs` (the key), `dtype`, and either `ours` or `kept`. `ours` is our name of the tensor; keys of
+    equal tensors share a name. `kept` is the shape of a tensor that has no counterpart here and is stored separately.
+    Tensors that the file lacks are zeros if its task does not read them. Raises ValueError if a key is unexpected or
+    missing, or if its tensor is invalid.
     """
     wanted, expected = published.skeleton, {entry["theirs"]: entry for entry in published.entries()}
     times = Counter(map(published.plain_name, theirs))
@@ -67,7 +69,7 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
 
 
 def _find_problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
-    """Return what is wrong with a tensor, given its entry and the tensors converted so far, or "" if it is valid."""
+    """Return what is wrong with a tensor, or "" if it is valid. `tensors` are those that were converted before it."""
     if not entry:
         return "no model of this kind has it"
     shape = entry["kept"] if "kept" in entry else list(wanted[entry["ours"]].shape)
@@ -87,10 +89,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], source: str) -> dict[str, Tensor]:
-    """Convert our tensors back to the authors', with the keys and dtypes of the report.
+    """Convert our tensors back to the authors' tensors, with the keys and dtypes in the report.
 
-    `kept` has the tensors without a counterpart, by key; missing ones become zeros. Raises ValueError if the report was
-    made from other tensors.
+    `kept` has the tensors without a counterpart here, by key; missing ones become zeros. Raises ValueError if the
+    report does not fit the tensors.
     """
     restored: dict[str, Tensor] = {}
     converted: dict[tuple[str, str], Tensor] = {}  # keys of equal tensors share memory, and are stored once
@@ -127,7 +129,7 @@ def identify(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
 
 
 def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hints = NO_HINTS) -> list[dict]:
-    """Convert a file of the authors to a model's folder, and return the report. Raises ValueError if it is invalid."""
+    """Convert a published file to a model folder, and return the report. Raises ValueError if the file is invalid."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists; give a new folder, or an empty one")
     theirs = read_tensors(file)
@@ -155,9 +157,10 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
 
 
 def to_theirs(folder: Path, file: Path) -> list[dict]:
-    """Convert a model's folder to a file for the authors' code, and return the report.
+    """Convert a model folder to a file for the authors' code, and return the report.
 
-    A folder made by `to_ours` gives bit-identical tensors. Raises ValueError if the authors' code has no such model.
+    If `to_ours` made the folder, the tensors are bit-identical to the published ones. Raises ValueError if the authors'
+    code does not support the model.
     """
     if file.exists():
         raise ValueError(f"{file} already exists; give a new name")
@@ -182,7 +185,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
 
 
 def _to_published(saved: Checkpoint, folder: Path) -> Published:
-    """Return the description of the authors' file for this model. Raises ValueError if their code has no such task."""
+    """Describe one of our models as a published one. Raises ValueError if the authors' code lacks its task."""
     config, uri = saved.config, f"{folder}/{CONFIG}"
     kinds = {kind.__name__: kind for kind in TASKS.values()}
     vilbert = saved.model_config.embedding == "separate"
@@ -218,20 +221,18 @@ def convert_checkpoint(
     task: Literal["pretraining", "vqa", "vcr", "refcoco", "retrieval"] | None = None,
     task_token: int | None = None,
 ) -> None:
-    """Convert a checkpoint of VL-BERT's or ViLBERT's authors to a model of this project, or back.
+    """Convert a published VL-BERT or ViLBERT checkpoint to a model of this project, or back.
 
     Args:
-        source: a file of the authors, or a model's folder
+        source: a published checkpoint file, or a model folder
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
         num_heads: number of attention heads, if not the published one; for a ViLBERT: text, regions, co-attention
         task: for a fine-tuned ViLBERT: the task whose heads to convert
         task_token: for 12-in-1: the task's row in the table of task tokens, from 0
     """
-    if source.is_dir():
-        report = to_theirs(source, out)
-    else:
-        report = to_ours(source, out, vocabulary, Hints(num_heads, task, task_token))
+    hints = Hints(num_heads, task, task_token)
+    report = to_theirs(source, out) if source.is_dir() else to_ours(source, out, vocabulary, hints)
     kept = sum("kept" in entry for entry in report)
     print(f"{out}: {len(report)} tensors, {kept} of them without a counterpart here")
 

@@ -1,8 +1,8 @@
-"""Checkpoints of ViLBERT's authors: which model a file holds, and the name of our tensor for each key.
+"""Published ViLBERT checkpoints: infers the model in a file, and maps the file's keys to our tensor names.
 
-Files of both of their programs are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
-(facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The single-stream
-baseline of the paper has layers J.
+Files of both code releases are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
+(facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The paper's
+single-stream baseline is a model with layers J.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ _SELF_ATTENTION = {
     "output.LayerNorm": "output_norm",
 }
 _CO_ATTENTION = {  # in their names, 1 means the regions and 2 the text
-    f"{theirs}": f"{stream}.{ours}"
+    theirs: f"{stream}.{ours}"
     for stream, number, letter in (("regions", 1, "v"), ("text", 2, "t"))
     for theirs, ours in (
         (f"biattention.query{number}", "query"),
@@ -94,7 +94,7 @@ _UNUSED = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutp
 # Prefixes of keys of an encoder that was saved alone, without the prefix `bert.`.
 _BARE = ("embeddings.", "v_embeddings.", "image_embeddings.", "encoder.", "t_pooler.", "v_pooler.", "pooler.")
 _TASK_HEADS = ("vil_", "vision_logit.", "linguisic_logit.")  # prefixes of keys of fine-tuning's heads
-# The answer classifiers of the paper's program and of 12-in-1: layers, and the tensors of each layer.
+# The answer classifiers of the paper's code and of 12-in-1: layers, and the tensors of each layer.
 _ANSWERS = (
     {"main.0": "first", "main.3": "output"},
     {"weight_v": "direction.weight", "weight_g": "gain", "bias": "direction.bias"},
@@ -134,7 +134,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return {their name: our name} for the parameters of a fine-tuned task's classifier; {} if they have none."""
+    """Return {their name: our name} for the parameters of a fine-tuned task's classifier, or {} if they have none."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))
@@ -153,7 +153,7 @@ def map_task_names(task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PublishedViLBert(Published):
-    """The model in a file of ViLBERT's authors, or their single-stream baseline, with the heads of one task or none."""
+    """The model in a checkpoint file of ViLBERT's authors, with the heads of at most one task."""
 
     other_heads: Shapes = field(default_factory=dict)  # of other tasks, in a fine-tuned file
 
@@ -172,19 +172,20 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, and with the names of the latest files.
+        """Return a key without the prefixes of training wrappers, renamed as in the authors' latest files.
 
-        Older LayerNorms have gamma and beta instead of weight and bias. An encoder without heads lacks the prefix bert.
+        In older files, LayerNorms have gamma and beta instead of weight and bias. In files without heads, keys lack the
+        prefix "bert.".
         """
         name = strip_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """Infer the model from its tensors' shapes, with published values for settings that shapes do not show.
+        """Infer the model from the shapes of its tensors. Settings that shapes do not show have their published values.
 
-        These are the order of layers (see `_infer_layers`) and, without `hints`, 64 channels per attention head of the
-        text, and 128 per head of regions and co-attention.
+        These values are the order of layers (see `_infer_layers`) and, unless `hints` has the numbers of heads, 64
+        channels per attention head of the text, and 128 per head of the regions and of co-attention.
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)
@@ -212,7 +213,7 @@ class PublishedViLBert(Published):
         return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
 
     def _unused_layers(self) -> Shapes:
-        """Return {key: shape} for the linear layers in co-attention that the authors' code never uses."""
+        """Return {key: shape} of the co-attention tensors that are in the authors' files but unused in their code."""
         inputs = self.model.coattention.hidden_size
         widths = zip(_UNUSED, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
         return {

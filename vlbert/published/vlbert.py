@@ -1,4 +1,4 @@
-"""Checkpoints of VL-BERT's authors: which model a file holds, and the name of our tensor for each key."""
+"""Published VL-BERT checkpoints: infers the model in a file, and maps the file's keys to our tensor names."""
 
 import re
 from dataclasses import dataclass, replace
@@ -101,7 +101,7 @@ _ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("masked
 
 @dataclass(frozen=True)
 class PublishedVLBert(Published):
-    """The model in a file of VL-BERT's authors, for any of their tasks."""
+    """The model in a checkpoint file of VL-BERT's authors, for any of their tasks."""
 
     kind: ClassVar[str] = "VL-BERT"
     state_key: ClassVar[str | None] = "state_dict"
@@ -113,19 +113,19 @@ class PublishedVLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers and of VCR's wrapper for four choices ("_module.")."""
+        """Return a key without the prefixes of training wrappers and without VCR's "_module." (see `in_file`)."""
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """Return a plain name's key in a file. In VCR, a wrapper for the four choices adds "_module."."""
+        """Return the authors' key for a plain name. In VCR, a wrapper that runs the four choices adds "_module."."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model from its tensors' shapes, with published values for settings that shapes do not show.
+        """Infer the model from the shapes of its tensors. Settings that shapes do not show have their published values.
 
-        These are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
+        These values are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
         convolutions, a dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
@@ -149,7 +149,7 @@ class PublishedVLBert(Published):
         return cls(task, model, vocab_size)
 
     def prefix_pairs(self) -> list[tuple[str, str]]:
-        """Return pairs of prefixes, (theirs, ours), for the names of all tensors of the model."""
+        """Return pairs (the authors' prefix, our prefix) that cover all tensor names of the model."""
         if isinstance(self.task, PretrainingSettings):
             return _CORE + _PRETRAINING
         if isinstance(self.task, VCRSettings):
@@ -159,7 +159,6 @@ class PublishedVLBert(Published):
         return _CORE + [(theirs, f"head.{ours}") for theirs, ours in _CLASSIFIER[kind]]
 
     def entries(self) -> list[dict]:
-        """Return the entries, including that of the visual embedding of text-only rows, which a file may lack."""
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
         pairs = self.prefix_pairs()
@@ -173,7 +172,7 @@ class PublishedVLBert(Published):
 
 
 def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
-    """Return our name with its prefix replaced by theirs; None if the name has none of our prefixes."""
+    """Replace our prefix of a tensor name by the authors' prefix. Returns None if `pairs` lacks our prefix."""
     for theirs, ours in pairs:
         if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
             return theirs.format(*match.groups()) + name[match.end() :]
@@ -181,7 +180,7 @@ def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
 
 
 def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
-    """Infer the settings of the regions: those of the Fast R-CNN if the file has one, or precomputed features."""
+    """Infer the region settings. Features are precomputed unless the file has a Fast R-CNN."""
     _, inputs = PublishedVLBert.matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     from_pixels = has_any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
@@ -200,7 +199,7 @@ def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:
 
 
 def _infer_task(shapes: Shapes) -> Any:
-    """Infer the task's settings from the shapes of its tensors."""
+    """Infer the task's settings from the shapes of the tensors."""
     if has_any(shapes, "vlbert.mlm_head."):
         return PretrainingSettings(relationship=has_any(shapes, "vlbert.relationsip_head."))
     if not has_any(shapes, "final_mlp."):
