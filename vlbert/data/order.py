@@ -34,7 +34,7 @@ class SnapshotSpan:
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
         """Return the first draw from `start` to `stop` - 1 at which the next span may begin, or None.
 
-        It may begin after every k epochs of this span, where k is the smallest number that gives `distance` draws or more.
+        It may begin after every k epochs of this span, where k is the smallest number with `distance` draws or more.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period

@@ -82,7 +82,7 @@ def _sizes(boxes: np.ndarray) -> np.ndarray:
 
 
 def region_name(index: int | None) -> str:
-    """Return the name that predictions use for row `index` of the boxes: "the whole image" for 0, "no region" for None."""
+    """Return the name that predictions use for row `index` of boxes: "the whole image" for 0, "no region" for None."""
     return "no region" if index is None else f"region {index}" if index else "the whole image"
 
 
