@@ -264,7 +264,7 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _write_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns OSError into StorageUnreachable, whose message names the file and a remedy."""
+    """Context manager that turns OSError into StorageUnreachable, which names the file and says what to do."""
     try:
         yield
     except OSError as error:

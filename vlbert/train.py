@@ -136,7 +136,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """Switch dataset `number` to its newest snapshot from sample `boundary` on. Returns True if there was a newer one.
+    """Switch dataset `number` to its newest snapshot from draw `boundary` on. Returns True if there was a newer one.
 
     A newer snapshot has new shards, or revised shards (images were requested again, or samples were withdrawn).
     """

@@ -2,10 +2,11 @@
 
 Letters in shapes, used in all files of vlbert/:
 
-    N  rows of a batch (one caption, choice or expression each)        t, T  tokens of one row, of the longest row
-    P  images of a batch (a row may have none)                         r, R  regions of one row, of the row with most
-    H, W  height and width of a group's padded images, in pixels       K     regions of all images, without padding
-    C  channels of the model (hidden size)                             M     labels of all rows
+    N  rows of a batch (one caption, choice or expression each)     t  tokens of one row
+    P  images of a batch (a row may have none)                      T  tokens of a padded row
+    H, W  height and width of a group's padded images, in pixels    r  regions of one image, without the whole image
+    C  channels of the model (hidden size)                          R  regions of a padded row, with the whole image
+    M  labels of all rows                                           K  regions of all images, with the whole images
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ class TextInput:
         tokens: int64 [t], WordPiece ids including special tokens.
         segments: int64 [t], 0 for the first sentence (A), 1 for the second (B). Regions have segment 2 (C).
         token_region: int64 [t], index in ImageInput.boxes of the region whose visual feature embedding a token gets.
-        label_masks: for each name, bool [t], True at tokens with a label. The first token has labels of the whole text.
-        labels: for each name, an array [m, ...], labels of the m tokens that a mask marks.
+        label_masks: for each name, bool [t], True at tokens that have a label. A label of the whole text is attached to
+            one token, usually the first.
+        labels: for each name, an array [m, ...], usually the labels of the m tokens that one of the masks marks.
     """
 
     tokens: np.ndarray
@@ -50,16 +52,16 @@ class ImageInput:
     """The image of an example as arrays: its regions, and its pixels or precomputed features.
 
     Attributes:
-        boxes: float32 [r, 4], x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image.
-        masked: bool [r], True for regions that the model must not see; always False in row 0.
+        boxes: float32 [1 + r, 4], x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image.
+        masked: bool [1 + r], True for regions that the model must not see; always False in row 0.
         size: (width, height) of the resized image.
         pixels: uint8 [3, h, w], RGB, resized; None with precomputed features.
-        covered: float32 [h, 4], boxes of regions that are not in `boxes`, but whose pixels are masked; may be None.
-        features: float [r, D], precomputed features, including row 0; None if the model computes them from pixels.
-        cells: float32 [r, S, S], fraction of each cell of a region's res5 features that its object covers; may be None.
-        classes: int64 [r], class of each region's object; None means 0. A model may have one [IMG] token per class.
-        averaged_over: for models that represent the whole image by the mean of its region vectors, the divisor of
-            their sum; None means the number of regions.
+        covered: float32 [q, 4], boxes of q regions that are not in `boxes`, but whose pixels are masked; may be None.
+        features: float [1 + r, D], precomputed features; None if the model computes them from pixels.
+        cells: float32 [1 + r, S, S], fraction of each cell of the res5 features that the object covers; may be None.
+        classes: int64 [1 + r], class of each region's object; None means 0. A model may have one [IMG] token per class.
+        averaged_over: number by which a model divides the sum of the region vectors, if it represents the whole image
+            by their mean; None means r.
         label_masks, labels: as in TextInput, for regions instead of tokens.
     """
 
@@ -133,7 +135,7 @@ class Batch:
         pixels: for each group of images of similar shape, uint8 [p, 3, H, W]; () with precomputed features.
         image_sizes: int64 [P, 2], (width, height) of each image without padding.
         averaged_over: int64 [P], as in ImageInput, at least 1.
-        covered, covered_mask: float32 [P, h, 4], as in ImageInput; bool [P, h], False in the padding.
+        covered, covered_mask: float32 [P, Q, 4], as in ImageInput; bool [P, Q], False in the padding.
         image_of: int64 [N], index of each row's image, -1 if it has none. All rows of an image have the same regions.
         image_rows: int64 [P], first row of each image.
         real_regions: int64 [K], index in [P * R] of each region that is not padding, in image order.
@@ -181,7 +183,7 @@ class Batch:
         return [image for group in self.pixels for image in group][number][:, :height, :width]
 
     def of_real_regions(self, values: Tensor) -> Tensor:
-        """Select the values [K, ...] of the real regions, once per image, from padded values [N, R, ...]."""
+        """Return the values [K, ...] of the real regions, from each image's first row in padded values [N, R, ...]."""
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
@@ -216,7 +218,7 @@ def select(padded: Tensor, index: Tensor) -> Tensor:
 
 
 def make_placeholder(example: Example) -> Example:
-    """Return a copy of an example without labels, to fill a batch that would otherwise be empty.
+    """Return an unlabelled copy of an example, to fill a batch that would otherwise be empty.
 
     Every batch needs an image, because DDP expects a gradient of the image network from every rank.
     """
@@ -411,7 +413,7 @@ def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: in
 def _label_indices(
     parts: Sequence[TextInput | ImageInput], rows: Sequence[int], length: int
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """Return, for each label mask by name, the flat indices of the elements that it marks, and `length`."""
+    """Return (flat indices of the marked elements, `length`) for each label mask by name. See `_flat_indices`."""
     return {
         name: (_flat_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
         for name in _common_names(parts, "label_masks")

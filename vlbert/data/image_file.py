@@ -1,4 +1,4 @@
-"""Read a user's image file, and normalise it like the images of a dataset."""
+"""Read a user's image file, and convert it to the form in which datasets store images."""
 
 import io
 from pathlib import Path
@@ -18,7 +18,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):
-            image = _encode_png(image)
+            image = _encode_png(image)  # as if read from a file
         stored = normalise(image if isinstance(image, bytes) else Path(image).read_bytes(), IMAGES)
     except Refused as refused:
         raise ValueError(f"{name} is refused: {refused.detail} ({refused.status})") from refused
@@ -37,7 +37,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 
 
 def _encode_png(image: Image.Image) -> bytes:
-    """Encode an image as PNG. Raises ValueError if it is empty or too large, or if a conversion would lose bits."""
+    """Encode an image as PNG. Raises ValueError if it is empty or too large, or if its mode has too many bits."""
     width, height = image.size
     if not 0 < width * height <= IMAGES.max_pixels:  # before any of it is decoded
         raise ValueError(f"the image has {width} x {height} pixels; 1 to {IMAGES.max_pixels} are allowed")

@@ -23,7 +23,7 @@ class PreparedImage:
 
     Attributes:
         size: (width, height) of the resized image.
-        boxes: float32 [1 + r, 4], xyxy in resized pixels; row 0 is the whole image, the others the sample's regions.
+        boxes: float32 [1 + r, 4], xyxy in resized pixels. Row 0 is the whole image, rows 1 to r are its regions.
         scale: resized pixels per stored pixel, horizontally and vertically.
         flipped: whether the image is mirrored.
         pixels: uint8 [3, h, w], RGB; None with precomputed features.
@@ -51,8 +51,8 @@ class PreparedImage:
         """Return a copy whose regions are these boxes, [n, 4] in stored pixels.
 
         Each box gets the precomputed features of the region that overlaps it most (Unicoder-VL, 4.2), or of the first
-        region if none overlaps. If `keep_unmatched`, regions that match no box are appended, up to the previous number
-        of regions. Raises ValueError if the image has no regions.
+        region if none overlaps. If `keep_unmatched`, regions that match no box are appended until the copy has as many
+        regions as the original. Raises ValueError if the image has no regions.
         """
         assert self.features is not None
         if len(self.boxes) == 1:
@@ -69,10 +69,11 @@ class PreparedImage:
         )
 
     def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
-        """Return the ImageInput of the whole image and its first `count` regions. `more` sets other fields.
+        """Return the ImageInput of the whole image and its first `count` regions (None: all).
 
-        As in the published code, the remaining regions still matter: `masked`, bool [1 + r], masks their pixels, too,
-        and the precomputed features of the whole image are the mean over all regions that are not masked.
+        As in the published code, the remaining regions still have an effect: the pixels of all regions are masked if
+        `masked`, bool [1 + r], is True for them, and the precomputed features of the whole image are the mean over all
+        regions that are not masked. `more` sets other fields of the ImageInput.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked

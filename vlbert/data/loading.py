@@ -1,9 +1,9 @@
 """Training and validation data. A step's examples do not depend on the number of processes and workers.
 
 A checkpoint holds the whole state of the data: the datasets with weights and snapshots, the seed, and the number of
-samples consumed. A run has one slot per example, numbered across all epochs. Step s takes the slots s*batch to
-(s+1)*batch - 1, and vlbert/data/order.py maps each slot to an example. If a sample cannot be read, its slot stays empty
-and has weight zero; no other sample replaces it.
+samples consumed. A run is a sequence of slots for one example each, numbered across all epochs. Step s has the slots
+s*batch to (s+1)*batch - 1, and vlbert/data/order.py maps each slot to a draw from a dataset and thus to an example. If
+the example's sample cannot be read, the slot stays empty and has weight zero; no other sample replaces it.
 """
 
 import itertools
@@ -32,16 +32,19 @@ from vlbert.tasks.base import Examples, Task
 Slot = tuple[int, int, int, int]  # index of the dataset, index in its spans, epoch, index of the example
 
 
-def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
-    """Return the random generator of an example (sample key, question) in an epoch. All processes get the same."""
-    return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
+def generator(seed: int, stream: int, epoch: int, key: str, number: int = 0) -> np.random.Generator:
+    """Return the random generator of an example in an epoch, the same in every process.
+
+    `stream` is a constant of vlbert/data/order.py. `number` distinguishes the examples of the sample with this key.
+    """
+    return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), number])
 
 
 def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple[int, int, int, np.ndarray]]:
-    """Return (dataset index, start, stop, positions) for each dataset that has samples in a step.
+    """Return (dataset index, start, stop, positions) for each dataset that a step uses.
 
-    The step uses the dataset's samples `start` to `stop` - 1, counted from the beginning of the run. `positions` are
-    their places in the batch, int64 [stop - start].
+    The step has the dataset's draws `start` to `stop` - 1 (see vlbert/data/order.py). `positions` are their places in
+    the batch, int64 [stop - start].
     """
     numbers, draws = interleaved(step * batch, batch, weights)
     positions = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
@@ -147,7 +150,7 @@ class TrainingData(Dataset):
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Return (dataset index, sample) for each sample of a step at which its dataset may switch snapshots."""
+        """Return (dataset index, draw at which it may switch snapshots) for each dataset that may do so in a step."""
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
@@ -163,7 +166,7 @@ class TrainingData(Dataset):
     def switch_snapshot(
         self, number: int, samples: ShardSamples, examples: Examples, snapshot: str, boundary: int
     ) -> None:
-        """Switch dataset `number` to another snapshot from sample `boundary` on, where an epoch must begin."""
+        """Switch dataset `number` to another snapshot from draw `boundary` on, where an epoch must begin."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
         dataset.samples, dataset.examples = samples, examples
@@ -248,8 +251,8 @@ class ValidationData(Dataset):
     data[i] is a tuple (batches, numbers, unreadable). `batches` is [batch], or [] if no example is readable. `numbers`
     are the indices of the examples in the batch. `unreadable` has the reason for each unreadable example, by index.
 
-    If the task sets `validate_shuffled`, `batches` is [batch, shuffled]. In `shuffled`, each text has the image of the
-    next example, in a random order that does not depend on the world size.
+    The order of the examples is random, but the same for every world size. If the task sets `validate_shuffled`,
+    `batches` is [batch, shuffled]. In `shuffled`, each text has the image of the next example in this order.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The order of a run's examples, which does not depend on the number of ranks and workers.
 
-A run has one slot per example, numbered across all epochs. storage.order.interleaved maps each slot to a dataset and
-to the number of a sample in it. The dataset's spans map this number to a snapshot and an epoch.
+A run is a sequence of slots for one example each, numbered across all epochs. storage.order.interleaved maps each slot
+to a draw from a dataset. Draw k is the k-th example that the run takes from the dataset, counted from 0. The dataset's
+spans map a draw to a snapshot and an epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ class SnapshotSpan:
 
     Attributes:
         epoch: number of the first epoch.
-        consumed: number of the dataset's samples that the run used before that epoch.
+        consumed: number of the dataset's draws before that epoch.
         examples: number of examples per epoch.
         snapshot: id of the snapshot.
     """
@@ -31,30 +32,30 @@ class SnapshotSpan:
     snapshot: str
 
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
-        """Return the first sample from `start` to `stop` - 1 at which the next span may begin, or None.
+        """Return the first draw from `start` to `stop` - 1 at which the next span may begin, or None.
 
-        This span must have whole epochs: a multiple of the smallest number that has at least `distance` samples.
+        It may begin after every k epochs of this span, where k is the smallest number with `distance` draws or more.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
         return first if first < stop else None
 
     def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """Return the next span. It reads `snapshot` from sample `boundary` on, which must be the first of an epoch."""
+        """Return the next span. It reads `snapshot` from draw `boundary` on, which must be the first of an epoch."""
         epochs, rest = divmod(boundary - self.consumed, self.examples)
-        assert rest == 0, f"sample {boundary} is not the first of an epoch of {self}"
+        assert rest == 0, f"draw {boundary} is not the first of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
 
 
 def draw_samples(
     spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield the examples of `count` samples of a dataset after the first `consumed`, in training order.
+    """Yield the examples at the draws `consumed` to `consumed + count - 1` of a dataset, in training order.
 
     There is one tuple per epoch: (index in `spans`, epoch, example indices as int64 [n]). For `chunk`, see
     storage.order.shuffled.
     """
-    assert consumed >= spans[0].consumed, f"sample {consumed} is before {spans[0]}"
+    assert consumed >= spans[0].consumed, f"draw {consumed} is before {spans[0]}"
     stop = consumed + count
     for index, (span, end) in enumerate(zip(spans, [span.consumed for span in spans[1:]] + [stop], strict=True)):
         first, n = max(consumed, span.consumed), span.examples

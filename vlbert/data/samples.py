@@ -1,4 +1,4 @@
-"""Open a dataset's samples for a run. They all belong to one snapshot of a detection stage."""
+"""Open a dataset for a run: its samples with the regions of one detector, from one snapshot."""
 
 import os
 

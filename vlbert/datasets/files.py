@@ -1,6 +1,6 @@
 """Functions that read and check the files of data sets.
 
-The module of each data set (vqa, vcr, refcoco, retrieval) has its official scorer. It needs neither images nor torch.
+The data sets' own modules (vqa, vcr, refcoco, retrieval) have official scorers, which need neither images nor torch.
 """
 
 import contextlib

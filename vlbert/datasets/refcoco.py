@@ -1,4 +1,4 @@
-"""The files of RefCOCO+, and the scoring of predicted boxes. Errors name the file, the entry and the remedy."""
+"""RefCOCO+'s files, and the scoring of predicted boxes. Error messages name the file and entry, and say what to do."""
 
 import json
 from collections import defaultdict
@@ -82,7 +82,7 @@ def _sizes(boxes: np.ndarray) -> np.ndarray:
 
 
 def region_name(index: int | None) -> str:
-    """Return the name of row `index` of the boxes, as used in predictions: "the whole image" for row 0."""
+    """Return the name that predictions use for row `index` of boxes: "the whole image" for 0, "no region" for None."""
     return "no region" if index is None else f"region {index}" if index else "the whole image"
 
 

@@ -103,5 +103,5 @@ _REPORTED = {
 
 
 def reported(file: str, split: str) -> dict[str, str]:
-    """Return published results by metric, as text in %, or {} if there are none for this file and split."""
+    """Return published results by metric, as strings in percent, or {} if there are none for this file and split."""
     return next((table for name, table in _REPORTED.items() if name in file and split == "test"), {})

@@ -1,4 +1,4 @@
-"""The files, metrics and submission file of VCR. Errors name the file, the line and the remedy."""
+"""The files, metrics and submission file of VCR. Error messages name the file and line, and say what to do."""
 
 import csv
 import io
@@ -190,9 +190,9 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the leaderboard's CSV file, with one line of unrounded probabilities per item.
 
-    Items are in the order of the jsonl file. A row has an item's `split` and `annot_id`, and `probabilities`: of the
-    answers if `conditioned_on` is -1, or else of the rationales for that answer. Raises ValueError if an item of the
-    splits lacks any of these rows.
+    Items are in the order of the jsonl file. A row has an item's `split` and `annot_id`, `conditioned_on` and
+    `probabilities`: those of the answers if `conditioned_on` is -1, otherwise those of the rationales given the answer
+    with this index. Raises ValueError if an item of the splits lacks any of these rows.
     """
     given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
     check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")

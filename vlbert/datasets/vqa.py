@@ -1,4 +1,4 @@
-"""The files, official accuracy and answer list of VQA 2.0. Errors name the file, the entry and the remedy.
+"""The files, official accuracy and answer list of VQA 2.0. Error messages name the file and entry, and say what to do.
 
 vlbert vqa-answers FOLDER OUT --splits train2014 val2014      writes the answer list
 """
@@ -66,8 +66,8 @@ class Question:
 def remove_punctuation(text: str) -> str:
     """Remove punctuation as the official evaluation does.
 
-    Periods are kept only before digits. Every other mark becomes a space, or is removed if it is next to a space
-    anywhere in the text, or if the text has a comma between two digits.
+    Periods are kept only before digits. Other marks become spaces, with two exceptions: a mark that is next to a space
+    somewhere in the text is removed everywhere; if the text has a comma between two digits, all marks are removed.
     """
     cleaned = text
     for mark in _PUNCTUATION:
@@ -170,7 +170,7 @@ def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
 
 
 def metrics(rows: Iterable[dict]) -> dict[str, float]:
-    """Return the mean accuracies, 0 to 1, of the predictions whose annotators' answers are known.
+    """Return the mean accuracies, 0 to 1, over the predictions for questions whose annotators' answers are known.
 
     accuracy/<type> is the mean over an answer type or question type. chance is the accuracy of always giving the most
     frequent ground truth.

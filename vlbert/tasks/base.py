@@ -48,8 +48,8 @@ def make_examples(
     """Return the Examples of a split. `rows` are (annotation, name, image file, reason why it is invalid or "").
 
     Training (`split` is None) skips invalid examples. Evaluation keeps them, because every question must be answered.
-    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if an image is in no
-    sample or in several.
+    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if the image of one that
+    is left is in no sample or in several.
     """
     training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in rows})
@@ -68,7 +68,7 @@ def make_examples(
 
 
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
-    """Return why a text is invalid, or "" if it is valid. A valid text has 1 to `limit` tokens (task.`field`)."""
+    """Return why a text is invalid, or "" if it has 1 to `limit` tokens. `field` is the name of the limit's setting."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
         return ""  # a token has at least one letter, so short texts need not be tokenised
     tokens = len(vocabulary.encode(text))
@@ -78,7 +78,10 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
 
 
 def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
-    """Raise ValueError if the model has too few positions for task.`field` tokens plus `others` other elements."""
+    """Raise ValueError if the model has too few positions for the longest text plus `others` other elements.
+
+    `field` is the name of the setting with the maximum number of tokens of a text.
+    """
     most, tokens = config.max_positions - others, getattr(settings, field)
     if tokens > most:
         raise ValueError(f"task.{field} is {tokens}, the model has positions for {most}; set it to {most} or less")
@@ -190,7 +193,7 @@ class Task(ABC):
         score         float  score of the answer, 0 to 1; None if the ground truth is unknown
         boxes         list   of {"name", "box"} to draw, x1 y1 x2 y2 in pixels of the stored image; may be empty
 
-        Entries of `ranking` and `boxes` may also have `region`, the number of a region from 1; 0 means no region.
+        Entries of `ranking` and `boxes` may also have `region`: a region's number from 1, or 0 for another box.
         """
 
     @abstractmethod
@@ -202,7 +205,7 @@ class Task(ABC):
     paper: str = "no number"  # the paper's results, in one line
 
     def reported(self, split: str) -> dict[str, str]:
-        """Return the paper's results on a split by metric, as text in %, such as "79.88 base"."""
+        """Return the paper's results on a split by metric, as strings in percent, such as "79.88 base"."""
         return {}
 
     @staticmethod
@@ -267,9 +270,9 @@ class Task(ABC):
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        """Adapt the examples to a validation of only those at the indices `numbers`, int64 [n].
+        """Prepare the examples for a validation that uses only those at the indices `numbers`, int64 [n].
 
-        The default returns `examples`. Tasks whose examples depend on each other override it, and must keep the
+        The default returns `examples`. Tasks whose examples depend on each other override it. Examples must keep their
         indices.
         """
         return examples

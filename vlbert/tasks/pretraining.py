@@ -109,7 +109,7 @@ class Pretraining(Task):
         return [self._mismatch(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
 
     def _mismatch(self, example: Example, other: Example) -> Example:
-        """Return `example` with another image and, unless `mismatched_labels` is set, only the label "related"."""
+        """Return `example` with the image of `other`. Drop word and region labels unless `mismatched_labels` is set."""
         mismatched = self.with_other_image(example, other)
         if mismatched is example or self.settings.mismatched_labels:
             return mismatched
@@ -122,7 +122,7 @@ class Pretraining(Task):
         return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return `example` with the image of `other`, labelled as not related; unchanged if the image is the same."""
+        """Return `example` with the image of `other`, labelled as unrelated, or unchanged if they share an image."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -378,7 +378,10 @@ class Pretraining(Task):
 
 
 def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, regions: int) -> None:
-    """Raise ValueError if the question's text is too long, or if a region to mask is missing."""
+    """Raise ValueError if the question's text is too long, or if it masks a region that the model does not see.
+
+    `kept` of the text's `tokens` tokens and the first `count` of the image's `regions` regions fit into the row.
+    """
     if kept < tokens:
         raise ValueError(f"the text is too long: it has {tokens} tokens, but {kept} fit beside the image; shorten it")
     absent = [number for number in question.regions if not 1 <= number <= count]

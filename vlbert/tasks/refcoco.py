@@ -116,7 +116,7 @@ class RefCOCO(Task):
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
-        """Return an example with the expression and the query's regions. The labels are the candidates' targets."""
+        """Return an example with the expression and the query's regions. Right candidates have a label above 0."""
         expression, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
         shipped = expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
@@ -183,8 +183,8 @@ class RefCOCO(Task):
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one dict per expression, including the columns of vlbert.datasets.refcoco.score_choice.
 
-        The column `region` is the chosen region's index, or -1 for the whole image or no region. Probabilities of
-        regions are sigmoids, so they do not add up to 1.
+        The column `region` is the chosen region's index from 0 (`ranking` counts from 1), or -1 if the whole image or
+        nothing was chosen. Probabilities of regions are sigmoids, so they do not add up to 1.
         """
         # Only candidates can be chosen, not padding nor, by default, the whole image. Of equal scores the first wins.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)

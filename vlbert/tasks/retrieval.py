@@ -161,14 +161,14 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the pairs with additional rows, which combine them with captions and images of the next pairs.
+        """Return the pairs with additional rows, which are wrong combinations with the next pairs.
 
-        The rows of an image are its own caption, then wrong captions from later pairs, and captions of earlier pairs
-        for which it is a wrong image. Pairs of the same image are not combined, because their captions are not wrong.
+        A pair's image is combined with captions of the next pairs, and its caption with their images. All rows of an
+        image are in one example. Pairs of the same image are not combined, because their captions are not wrong.
 
         Each row has three labels. `anchor` is the index of the pair that the row belongs to. `role` is 0 for the pair
-        itself and above 0 for its wrong captions and wrong images. `right` is the role to predict, 0, in the row of the
-        pair itself, and empty in others.
+        itself, and 1, 2, ... for its wrong captions and then its wrong images. `right` is the role to predict for the
+        pair: 0 in the row of the pair itself, and empty in its other rows.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]
@@ -302,8 +302,8 @@ class Retrieval(Task):
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Return rank metrics: image_* rank the images for a caption, caption_* the captions for an image.
 
-        r1, r5 and r10 are the fractions of ranks up to 1, 5 and 10. medr and meanr are the median and mean rank. Names
-        that end in _fold are means over the folds. `chance` is image_r1 for random scores.
+        r1, r5 and r10 are the fractions (not percentages) of ranks up to 1, 5 and 10. medr and meanr are the median and
+        mean rank. Names that end in _fold are means over the folds. `chance` is image_r1 for random scores.
         """
         metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})

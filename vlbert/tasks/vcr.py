@@ -158,7 +158,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with `boxes` ([r, 4], in stored pixels) as its regions. If given, `rng` masks some."""
+        """Return the image with `boxes` ([r, 4], in stored pixels) as its regions. With `rng`, mask some at random."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:

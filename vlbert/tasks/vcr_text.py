@@ -99,8 +99,8 @@ class Question:
 def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask: Subtask) -> list[Question]:
     """Read all questions of the splits.
 
-    With the subtask "rationale", an item makes a question for the right answer or, if that is unknown, for each answer.
-    Raises ValueError if a metadata file is missing, unless training skips its question.
+    With the subtask "rationale", an item yields a question for the right answer or, if it is unknown, for each answer.
+    Raises ValueError if the metadata file of a question is missing, unless training skips this question as invalid.
     """
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 
