@@ -199,10 +199,7 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run a step's forward and backward passes, part by part. `waited`: seconds spent waiting for the batch.
-
-    Returns the last part's losses, which give the names of the losses, and the result of `sum_losses` for each part.
-    """
+    """Run a step's forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part
