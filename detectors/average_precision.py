@@ -72,7 +72,7 @@ def class_results(labels: np.ndarray, scores: np.ndarray, true_positive: np.ndar
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return the mean average precision of the classes, plain (`map50`) and weighted by objects (`map50_weighted`)."""
+    """Return the mean average precision of class_results: plain `map50`, and `map50_weighted` by number of objects."""
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

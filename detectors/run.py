@@ -57,9 +57,8 @@ def stage_of(detector: Detector) -> str:
 def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     """Detect the regions of one image shard, and commit them as a new shard. Return False if another writer was first.
 
-    The new shard has one row for each image, that is, each ok row of the image shard. Its status is ok or the reason
-    why there are no regions. If the image shard has no ok row, all its rows are copied with status `no_image`, so that
-    the shard counts as finished.
+    The new shard has one row for each ok row of the image shard, with status ok or the reason why there are no regions.
+    If the image shard has no ok row, all its rows are copied with status `no_image`, so that it counts as finished.
     """
     manifest = catalog.manifest(IMAGES, shard)
     before = catalog.revisions(stage_of(detector), shard)[-1:]

@@ -51,10 +51,10 @@ def finetune(
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """Return the location of the checkpoint to start from. Raises ValueError if it does not exist.
+    """Return the location of the checkpoint that has the initial weights and the vocabulary; None if there is none.
 
-    If `settings.checkpoint` is `none`, return the last checkpoint of `settings.pretraining`, for its vocabulary, or
-    None if no pre-training run is named.
+    With checkpoint `none`, this is the last checkpoint of the pre-training run, if one is named. Only its vocabulary is
+    used then.
     """
     if "/" in settings.checkpoint:
         return settings.checkpoint

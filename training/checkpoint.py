@@ -163,7 +163,7 @@ def write_checkpoint(
     Args:
         files: Contents of all files except state.json, by name.
         state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` has
-            the values of the validation metrics after this step, by metric name, or is missing.
+            the metrics of a validation after this step, by name, and is empty if there was none.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
@@ -234,7 +234,7 @@ def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[st
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises ValueError if the file is damaged or not safetensors."""
+    """Return the tensors of a safetensors file. Raises ValueError if it is damaged or of another format."""
     data = folder.get(name)
     try:
         return load(data)

@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-4, weight_decay=0.01, decayed="matr
 
 
 def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
-    """Configure pre-training on precomputed features: 198,000 steps with batches of 192 (10 epochs of 3.8 M captions).
+    """Configure pre-training on precomputed features: 10 epochs of 3.8 M captions, 192 per step (198,000 steps).
 
     The captions are Conceptual Captions and SBU: --data.datasets conceptual-captions sbu. The features are those of the
     detector's 100 best regions (selection.minimum=100).
