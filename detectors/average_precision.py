@@ -57,22 +57,22 @@ def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: in
     return float(highest_from_here[true_positive[order].astype(bool)].sum() / objects)
 
 
-def class_results(labels: np.ndarray, scores: np.ndarray, correct: np.ndarray, objects: np.ndarray) -> list[dict]:
-    """Return a row for each class that has objects: class, average precision, and number of objects and detections.
+def class_results(labels: np.ndarray, scores: np.ndarray, true_positive: np.ndarray, objects: np.ndarray) -> list[dict]:
+    """Return a row for each class with objects: the class, its average precision, object count and detection count.
 
-    `labels`, `scores` and `correct`, all [K], describe the detections of all classes. `objects`, int64 [C], is the
-    number of annotated objects of each class.
+    `labels`, `scores` and `true_positive`, all [K], describe the detections of all classes. `objects`, int64 [C], is
+    the number of annotated objects of each class.
     """
     rows = []
     for label in np.flatnonzero(objects).tolist():
         own, count = labels == label, int(objects[label])
-        precision = average_precision(scores[own], correct[own], count)
+        precision = average_precision(scores[own], true_positive[own], count)
         rows.append({"class": label, "average_precision": precision, "objects": count, "detections": int(own.sum())})
     return rows
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return the mean over the rows of class_results: `map50`, and `map50_weighted`, weighted by number of objects."""
+    """Return the mean average precision of class_results: plain `map50`, and `map50_weighted` by number of objects."""
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

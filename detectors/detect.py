@@ -41,7 +41,7 @@ _IGNORED_FIELDS |= {"batch"}
 
 @contextmanager
 def inference_settings(threads: int = 1) -> Iterator[None]:
-    """Context manager that sets torch's thread count and exact float32 on GPUs, and restores both on exit."""
+    """Context manager that sets torch's thread count and turns off TF32 on GPUs. Both are restored on exit."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -83,7 +83,7 @@ class _Outputs:
 def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, backend: str
 ) -> tuple[str, dict]:
-    """Return the id and metadata of a FasterRCNNDetector without building it. `weights` is from load_weights."""
+    """Return a FasterRCNNDetector's id and metadata without building it. `weights` is metadata from load_weights."""
     metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
@@ -110,7 +110,10 @@ def network_class(backend: str) -> type[AnyFasterRCNN]:
 
 
 class FasterRCNNDetector:
-    """A Detector that runs a Faster R-CNN. `weights` is from load_weights, or {"random_init": True, "seed": ...}."""
+    """A Detector that runs a Faster R-CNN.
+
+    `weights` is metadata: the result of load_weights or, for random weights, {"random_init": True, "seed": ...}.
+    """
 
     # torch's threads on a CPU. Their number changes the order of sums and so the last bits; with one, all machines give
     # the same regions. To use more cores, start more processes, each with its own shards.

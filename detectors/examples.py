@@ -35,7 +35,7 @@ class Batch:
 def read_bgr(image: LabelledImage) -> np.ndarray:
     """Read an image as BGR pixels, uint8 [height, width, 3].
 
-    Raises one of the exceptions in BAD_IMAGE if the file is damaged or has another size than `image`.
+    Raises one of the exceptions in BAD_IMAGE if the file is damaged or its size differs from that of `image`.
     """
     with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
@@ -53,7 +53,7 @@ def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
-    """Make the Example of an image and its objects. If `mirrored`, both are flipped left to right."""
+    """Make the Example of an image and its objects. If `mirrored`, both are flipped. `seed` becomes `Example.seed`."""
     pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)

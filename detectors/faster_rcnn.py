@@ -409,7 +409,7 @@ class FasterRCNN(nn.Module):
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
         """Return a faster copy of the network, with the same outputs up to rounding.
 
-        Norms are folded into the convolutions, and memory is channels last. With precision `bf16-res5`, res5 (nine
+        Norms are folded into the convolutions, and tensors are channels last. With precision `bf16-res5`, res5 (nine
         tenths of the computation) runs in bfloat16. The backbone and the RPN stay in float32, because bfloat16 would
         change the proposals. `rois_at_a_time` is the number of boxes that res5 processes at once.
         """

@@ -79,7 +79,8 @@ class FeatureFile:
         return fields
 
     def location(self, row: int) -> str:
-        """Return `FILE: IMAGE`, which names a row in messages. The folder is omitted, because messages are stored."""
+        """Return `FILE: IMAGE`, which identifies a row in messages."""
+        # Without the folder: messages are stored in manifests, which must not depend on where the file is.
         return printable(f"{self.path.name}: {self.names[row]}")
 
 
@@ -192,7 +193,8 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
     @contextlib.contextmanager
     def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Context manager that opens the database (under 1 ms). A process may open it only once at a time."""
+        """Context manager that opens the database for one read."""
+        # Opened each time, in under 1 ms, because a process may not have the database open twice.
         options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
         try:
             with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:

@@ -76,7 +76,7 @@ class ImportedDetector:
         return stem_of(name) if self._settings.match == "file_name" else name
 
     def _check_first(self, file: FeatureFile) -> None:
-        """Raise ValueError if no row has boxes, or if a row up to the first one with boxes is unusable."""
+        """Read the rows up to the first one with boxes. Raises ValueError if one is unusable, or if none has boxes."""
         for number in range(len(file.names)):
             try:
                 _, regions = self._read(file, number)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-def read_lines(file: Path, content: str) -> list[str]:
-    """Read the lines of a text file that lists `content`, such as "names". Raises ValueError if it is unreadable."""
+def read_lines(file: Path, items: str) -> list[str]:
+    """Read the lines of a text file that lists `items`, such as "names". Raises ValueError if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as a list of {content}: {error}") from error
+        raise ValueError(f"{file} cannot be read as a list of {items}: {error}") from error
 
 
 def read_names(file: Path) -> list[list[str]]:
@@ -34,7 +34,7 @@ class Names:
 
     @classmethod
     def from_lines(cls, lines: Sequence[Sequence[str]], source: str) -> "Names":
-        """Index the names on each line. Raises ValueError if a name is on two lines of `source`."""
+        """Create Names from the names on each line. Raises ValueError, naming `source`, if a name is on two lines."""
         index: dict[str, int] = {}
         for number, synonyms in enumerate(lines):
             for name in filter(None, map(normalize_name, synonyms)):

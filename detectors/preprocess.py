@@ -23,7 +23,7 @@ PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 def decode_bgr(data: bytes) -> np.ndarray:
     """Decode a stored image (JPEG or PNG, RGB or grey, 8 bits) to BGR pixels, uint8 [height, width, 3].
 
-    Raises ValueError if the image has another mode, and OSError or another of BAD_IMAGE if it is incomplete.
+    Raises one of the exceptions in BAD_IMAGE if the image is incomplete or has an unsupported mode.
     """
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as image:
         if image.mode not in ("RGB", "L"):
@@ -43,7 +43,7 @@ def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
 def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
     """Return the height and width to which an image is resized for the network.
 
-    Halves are rounded up or, with `caffe`, to the nearest even number, as in cv2.
+    Sizes are rounded to integers: x.5 is rounded up or, with `caffe`, to the even number, as in cv2.
     """
     if config.resize == "caffe":
         scale = resize_scale(height, width, config)

@@ -15,11 +15,11 @@ from storage.digests import sha256_of
 
 
 def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
-    """Rebuild a recorded detector on the CPU, and warn if its id differs from the recorded one.
+    """Rebuild a recorded detector on the CPU. Warns if the rebuilt detector does not have the recorded id.
 
-    `recorded` has the detector's `id` and `metadata`. `file` is its weight file, not needed if its weights are random.
-    `source` names the model or run that has the record, for messages. Raises ValueError if no network is recorded or
-    the weights differ.
+    `recorded` holds the detector's `id` and `metadata`. `file` is the weight file, which is not needed for random
+    weights. `source` names the model or run that has the record, for messages. Raises ValueError if the record has no
+    network, or if the weight file is not the recorded one.
     """
     recorded = recorded or {}
     metadata = recorded.get("metadata") or {}

@@ -20,7 +20,7 @@ BATCH_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Architecture of a bottleneck ResNet. Equal configurations give parameters of the same names and shapes."""
+    """Architecture of a bottleneck ResNet. Networks with equal configurations have equal parameter names and shapes."""
 
     blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
     """Number of bottleneck blocks in res2, res3, res4, res5."""
@@ -97,11 +97,9 @@ class NormedConv(nn.Conv2d):
 
     @property
     def folds(self) -> bool:
-        """True if forward uses fold: after fold_norms, or if the norm is frozen and computed in half precision.
-
-        In float32, folding would round differently from the published code. Exact zeros before a ReLU would become
-        nonzero, which changes the gradients of some convolutions by a thousandth.
-        """
+        """True if forward uses fold: after fold_norms, or if the norm is frozen and computed in half precision."""
+        # Not in float32, where folding would round differently from the published code. Exact zeros before a ReLU would
+        # become nonzero, which would change the gradients of some convolutions by 0.1 %.
         if isinstance(self.norm, FrozenNorm):
             return compute_dtype(self.weight).itemsize == 2
         return isinstance(self.norm, nn.Identity)
@@ -109,8 +107,8 @@ class NormedConv(nn.Conv2d):
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of a convolution that equals this one followed by its norm.
 
-        The norm's statistics are fixed. The gradient passes through the folded weight, which is much smaller than the
-        convolution's output.
+        The norm's statistics are fixed. The gradient passes through the folded weight, which is cheap, because the
+        weight is much smaller than the convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):

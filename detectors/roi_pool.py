@@ -47,7 +47,7 @@ def roi_pool_chunks(
 
 
 def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Divide each interval into `size` bins, and return their first and end (exclusive) cells, int64 [K, S]."""
+    """Divide intervals (input pixels) into `size` bins. Return their first and end (exclusive) cells, int64 [K, S]."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()  # rounded as in Caffe
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)  # float32, as in Caffe

@@ -50,15 +50,15 @@ STORAGE_UNREACHABLE = os.EX_TEMPFAIL
 
 
 def stage_of(detector: Detector) -> str:
-    """Return the name of the stage that has this detector's regions."""
+    """Return the name of the stage (a folder of the dataset) in which this detector's regions are stored."""
     return f"regions/{detector.id}"
 
 
 def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     """Detect the regions of one image shard, and commit them as a new shard. Return False if another writer was first.
 
-    The new shard has one row for each ok row of the images, with status ok or the reason why it has no regions. If no
-    row is ok, the new shard has all rows with status `no_image`, so that it counts as finished.
+    The new shard has one row for each ok row of the image shard, with status ok or the reason why there are no regions.
+    If the image shard has no ok row, all its rows are copied with status `no_image`, so that it counts as finished.
     """
     manifest = catalog.manifest(IMAGES, shard)
     before = catalog.revisions(stage_of(detector), shard)[-1:]

@@ -17,7 +17,7 @@ _CORRECT = "correct or remove the entry"
 
 
 class AnnotatedObject(NamedTuple):
-    """An object of an annotation file."""
+    """An object in an annotation file."""
 
     box: Sequence[float]
     """x, y, width, height, in pixels of the image."""
@@ -28,7 +28,7 @@ class AnnotatedObject(NamedTuple):
 
 @dataclass(frozen=True)
 class AnnotatedImage:
-    """An image of an annotation file. height and width are 0 if the file does not have them."""
+    """An image listed in an annotation file. height and width are 0 if the file does not state them."""
 
     id: str
     file_name: str

@@ -28,7 +28,7 @@ _MAX_DETAIL = 200  # characters of an example that are shown
 
 
 def stage_logger() -> logging.Logger | logging.LoggerAdapter:
-    """Return a logger for a stage's own messages, whose name differs from those of Prefect's loggers."""
+    """Return a logger for a stage's own messages. Its name distinguishes them from Prefect's messages."""
     return get_run_logger().getChild(STAGE_LOG)  # ty: ignore[missing-union-attribute] Prefect's adapter has it
 
 
@@ -62,7 +62,7 @@ class Artifact:
 
 @contextmanager
 def log_errors() -> Iterator[None]:
-    """Context manager: log errors instead of raising them, and fail fast if the server is unreachable."""
+    """Context manager: log errors instead of raising them. If the server is unreachable, give up within seconds."""
     try:
         with fail_fast():
             yield

@@ -32,7 +32,7 @@ def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str,
 
 @flow(name="compare", flow_run_name="{settings.plan}", persist_result=False)
 def compare_flow(root: str, settings: CompareSettings) -> dict[str, Any]:
-    """Train models with several seeds, and report which ones differ.
+    """Train the models of a plan with several seeds, and compare their scores.
 
     Args:
         root: Storage root: a local folder, or s3://bucket/prefix.

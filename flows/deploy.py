@@ -2,8 +2,8 @@
 
     vlbert deploy [FILE]
 
-The server is that of PREFECT_API_URL. `make serve` does this automatically. Run it again after changing the file. Plain
-`prefect deploy` creates no alarms.
+The deployments are created on the server at PREFECT_API_URL. `make serve` does this when it starts. Run the command
+again after changing the file. Plain `prefect deploy` creates no alarms.
 """
 
 import sys

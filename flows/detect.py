@@ -49,7 +49,7 @@ def detect(
     log: Callable[[str], object] = print,
     show: Callable[[Callable[[], str]], object] = lambda progress: None,
 ) -> Detected:
-    """Run `vlbert detect` on a dataset, unless no shard is pending. Call it from the main thread only.
+    """Run `vlbert detect` on a dataset if any shard is pending. Call it from the main thread only.
 
     Args:
         show: Called every 5 s with a function that returns a progress line.

@@ -2,11 +2,11 @@
 
     python -m flows.engine
 
-- The process ends with its worker. A killed worker cannot end its flow runs, and Prefect leaves them running. So this
-  process watches its parent. When the worker ends, it sends itself SIGTERM: the engine then reports a crash, and
-  `flows.supervisor` ends the flow's child processes. If that is not enough, SIGKILL follows.
-- It survives an outage of the server (flows/prefect_patches.py).
-- It requests its run's state every second. If the run or one of its stages is cancelled, it exits within 10 s.
+- The process ends when its worker ends. A killed worker cannot end its flow runs, and Prefect leaves them running. So
+  this process watches its parent, the worker. When the parent has ended, the process sends itself SIGTERM: the engine
+  then reports a crash, and `flows.supervisor` ends the flow's child processes. If that is not enough, SIGKILL follows.
+- The process survives an outage of the server (flows/prefect_patches.py).
+- The process checks its run's state every second, and exits within 10 s if the run or one of its stages is cancelled.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Fine-tune: train a task on its own dataset with torchrun, with or without a checkpoint, and evaluate it."""
+"""Fine-tune a model on a task's dataset with torchrun, from a checkpoint or from scratch, and evaluate it."""
 
 from pathlib import Path
 
@@ -51,9 +51,10 @@ def finetune(
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """Return the location of the checkpoint to start from, or None if no pre-training is used.
+    """Return the location of the checkpoint that has the initial weights and the vocabulary; None if there is none.
 
-    If the setting is `none` but a pre-training run is named, its last checkpoint is returned for its vocabulary.
+    With checkpoint `none`, this is the last checkpoint of the pre-training run, if one is named. Only its vocabulary is
+    used then.
     """
     if "/" in settings.checkpoint:
         return settings.checkpoint

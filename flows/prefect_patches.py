@@ -67,7 +67,7 @@ def fail_fast() -> Iterator[None]:
 
 
 def keep_slot() -> None:
-    """Stop Prefect's engine from renewing a run's concurrency slot, because it ends the run on failure.
+    """Stop Prefect's engine from renewing a run's concurrency slot, because it ends the run if a renewal fails.
 
     `renew_slot` renews the slot's lease instead, for a day at a time.
     """
@@ -100,8 +100,8 @@ def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
 def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
     """Set the state of a run to Running, and take its concurrency slot again if it is still free.
 
-    Otherwise, the run's state names a lease without a slot: if it named none, the server would free the slot of another
-    run when this run ends.
+    If the slot is taken, the state is given a lease that holds no slot. Without any lease, the server would free the
+    slot of another run when this run ends.
     """
     from prefect.states import Running
 
@@ -140,9 +140,9 @@ def handle_sigterm_once() -> None:
 
 
 def end_as_cancelled() -> None:
-    """End the run of this process, and make the engine report all its flow runs as Cancelled.
+    """End this process, and make the engine report its flow run and the runs of its stages as Cancelled.
 
-    The worker cannot do this for a stage, and may miss a cancellation after an outage of the server.
+    The worker does not notice that a stage was cancelled, and may miss a cancellation after an outage of the server.
     """
     from prefect._internal import control_listener
 

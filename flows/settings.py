@@ -112,7 +112,7 @@ class TrainDetectorSettings(AnnotationConfig):
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """Settings of a pre-training run. All other fields keep the recipe's values."""
+    """Settings of a pre-training run: a recipe, and changes to some of its fields."""
 
     __pydantic_config__ = FORM
 

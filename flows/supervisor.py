@@ -1,10 +1,11 @@
 """Run child processes that never outlive the flow that started them, however the flow ends.
 
-This file also runs as a program, the supervisor, between the flow and its child. It has its own session and uses only
-the standard library. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's
-session, such as torchrun's ranks. Its standard input is a socket to the flow. When the flow's end of it closes, even
-after `kill -9`, it ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output has a separate pipe,
-because programs that read the flow's stdout would otherwise wait for the child. Linux only (prctl, /proc).
+This file is also a program, the supervisor, which runs between the flow and its child. The supervisor has its own
+session and uses only the standard library. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those
+that left the child's session, such as torchrun's ranks. Its standard input is a socket to the flow. When the flow's end
+of the socket closes, even after `kill -9`, the supervisor ends all descendants: SIGTERM, a grace period, SIGKILL. The
+child's output has a separate pipe, because programs that read the flow's stdout would otherwise wait for the child.
+Linux only (prctl, /proc).
 """
 
 import contextlib

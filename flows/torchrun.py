@@ -57,7 +57,7 @@ def train(
     log: Log,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Train or resume the run of `settings`, unless it is complete. `fields` are recipe fields to set, by name."""
+    """Train or resume a run, unless it is complete. `fields` are recipe fields to set, by name."""
     started = time.monotonic()
     from vlbert.resume import find_complete  # here, because it imports torch, which other stages do not need
 
@@ -86,7 +86,7 @@ def train(
 
 
 def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: dict[str, object], log: Log) -> Trained:
-    """Run `vlbert evaluate` on the last checkpoint, for all splits of `settings` that are not evaluated yet."""
+    """Run `vlbert evaluate` for each split of `settings` without results. Return `trained` with all results added."""
     from vlbert.evaluation.evaluate import find_evaluation  # here, as above
 
     store = open_store(root, write=False)

@@ -1,1 +1,1 @@
-"""Samples, shards and object storage, shared by all stages. Contains no models and imports no torch."""
+"""Samples, shards and object storage, shared by all stages. Contains no models and does not import torch."""

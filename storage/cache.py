@@ -1,7 +1,7 @@
 """Local copies of a bucket's tars, fetched in the background and shared by all training runs on this machine.
 
-A copy gets the name of its tar only after its sha256 was checked, so a file with that name is complete. A reader uses
-the file if it exists, and the bucket otherwise.
+A copy is given its tar's name only once its sha256 has been checked, so a file with that name is complete. A reader
+uses the file if it exists, and the bucket otherwise.
 
 Training reads tars in random order, so no tar is more useful in the cache than another. The folder is filled up to its
 limit, and only copies that no run has used for a day are removed.
@@ -50,10 +50,10 @@ class ShardCache:
                 raise ValueError(f"--data.cache={self.folder} is inside or above the root {root}; use another folder")
 
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
-        """Set the snapshot whose tars are cached, in place of an earlier snapshot of the same dataset and stage.
+        """Set the snapshot whose tars `fill` copies, in place of any earlier snapshot of the same dataset and stage.
 
-        Tars of other datasets and stages stay cached. Copies of tars that are not in `stored`, the paths in the bucket,
-        are deleted.
+        `stored` has the paths of the tars that exist in the bucket. Copies of other tars of this dataset and stage are
+        deleted. Tars of other datasets and stages stay cached.
         """
         for file in (self._copies / index.folder).glob("*.tar"):
             if f"{index.folder}/{file.name}" not in stored:

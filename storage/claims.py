@@ -2,9 +2,9 @@
 
     ROOT/<dataset>/<stage>/claims/<shard>.txt     the worker of a shard: host, process id and a random token
 
-A worker writes a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that was
-not renewed for EXPIRY seconds is dead, and another worker may replace it. Ages are measured by the storage's clock, so
-the clocks of the machines may differ. No machine coordinates the others.
+A worker writes a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that has
+not been renewed for EXPIRY seconds is dead, and another worker may replace it. Ages are measured by the storage's
+clock, so the clocks of the machines may differ. No machine coordinates the others.
 
 Claims only avoid duplicate work. If two workers make the same shard, the first commit wins (storage/catalog/commit.py).
 """
@@ -24,7 +24,7 @@ from types import TracebackType
 
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 
-EXPIRY = 120.0  # seconds after which a claim that was not renewed is dead
+EXPIRY = 120.0  # seconds after which a claim that has not been renewed is dead
 RENEWAL = 20.0  # seconds between renewals; several may fail before a claim expires
 POLLS = 1.0, 30.0  # seconds between checks of other workers' shards: initially, and at most
 _LOG_PERIOD = 60.0  # seconds between two log lines about waiting
@@ -76,7 +76,7 @@ class Claims:
             self.held.remove(shard)  # last: after a signal, the end of `with` tries again
 
     def renew(self) -> None:
-        """Renew all held claims by writing them again. Stop if a claim cannot be written."""
+        """Renew all held claims by writing them again. If one cannot be written, leave the rest to the next call."""
         with contextlib.suppress(StorageUnreachable):
             for shard in [*self.held]:
                 with self._lock:

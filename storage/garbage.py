@@ -44,14 +44,13 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
 
 
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
-    """Return the tars that manifests name, and the tars of earlier revisions that contain withdrawn images.
+    """Return two sets: the tars that manifests need, and the tars with withdrawn images, which can be deleted.
 
-    A snapshot may name tars of the second set. Once they are deleted, its samples are read from the newest revisions
-    (storage/revised.py).
+    The first set has the tars of all newest revisions. If a shard was revised after `since` (by the storage's clock),
+    it also has the tars of the earlier revisions, because a training run that has read one of them may yet pin it.
 
-    Args:
-        since: time by the storage's clock; if a shard was revised later, the tars of its earlier revisions are in the
-            first set as well, because a training run that has read an earlier revision may yet pin it
+    The second set has the tars of earlier revisions that contain withdrawn images. A snapshot may still name them. Once
+    they are deleted, its samples are read from the newest revisions (storage/revised.py).
     """
     store, named, with_images = inventory.store, set(), set()
     withdrawn = read_withdrawn(store)
@@ -88,7 +87,7 @@ def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
 
 
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
-    """Return lines that list the files that may be deleted or, with `delete`, the files that were deleted."""
+    """Find garbage and, with `delete`, delete it. Return a table of the files, as lines."""
     garbage = [(kind, info) for kind, info in find_garbage(store, grace) if not delete or _remove(store, kind, info)]
     if not garbage:
         return ["nothing to delete"]

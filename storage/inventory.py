@@ -20,9 +20,9 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 
 
 class Inventory:
-    """The manifests, snapshots, tars and checkpoints of a root, or those of one dataset without checkpoints.
+    """The manifests, snapshots, tars and checkpoints of a root.
 
-    Raises ValueError if the dataset has no committed shard.
+    With `dataset`, only the files of that dataset, without checkpoints. Raises ValueError if it has no committed shard.
     """
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):

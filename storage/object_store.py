@@ -1,7 +1,7 @@
 """Object stores: named objects in a local folder or under `s3://bucket/prefix`. No other module uses boto3.
 
-A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`: of several
-writers, even on different machines, it returns True only to the first.
+A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`. If several
+writers, even on different machines, put the same object, it returns True only to the first.
 """
 
 import contextlib

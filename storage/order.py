@@ -39,10 +39,10 @@ def shuffled(
         positions: positions in the epoch, int [P]
         stream: number that distinguishes independent orders with the same seed
         n: number of examples in an epoch
-        chunk: number of neighbouring examples that stay together; the order of whole chunks is shuffled, and each epoch
-            cuts the examples into chunks at different places
-        begins: number of examples in all earlier epochs; chunks start at multiples of `chunk`, counted over all epochs,
-            so that batches of that size hold whole chunks; an epoch may start and end with an incomplete chunk
+        chunk: number of neighbouring examples that stay together. The examples are divided into chunks at different
+            places in each epoch, and the order of the chunks is shuffled.
+        begins: number of examples in all earlier epochs. Chunks start at multiples of `chunk` in the sequence of all
+            epochs, so that a batch of `chunk` examples is one chunk. An epoch may start and end with a shorter chunk.
     """
     if chunk == 1:
         return _permute(positions, seed, stream, epoch, n)

@@ -31,7 +31,7 @@ def parse_json(
         fix: advice for the user if the text is invalid, for error messages
 
     Raises:
-        ValueError: the text is not valid UTF-8 or JSON, is nested too deeply or has another type; names `location`
+        ValueError: the text is not UTF-8, not JSON or too deeply nested, or the type of its value is not in `wanted`
     """
     try:
         text = (data if isinstance(data, str) else str(data, "utf-8")).removeprefix("\ufeff")

@@ -302,7 +302,7 @@ _INFINITY, _MINUS_INFINITY = np.array([np.inf, -np.inf], "f2").view("u2").tolist
 
 
 def _check_fractions(name: str, array: np.ndarray) -> None:
-    """Raise ValueError if a value of the array is not from 0 to 1. `name` is for the message."""
+    """Raise ValueError if a value of the array is not between 0 and 1. `name` is used in the message."""
     # The bits of a negative or non-finite number, read as an unsigned integer, are larger than those of 1.0. Comparing
     # integers takes one pass, and is ten times as fast as comparing floats.
     if array.size and np.maximum.reduce(array.ravel().view(_UNSIGNED[array.dtype])) > _ONES[array.dtype]:

@@ -124,7 +124,7 @@ def override(config: T, arguments: Sequence[str]) -> T:
 
 
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that command-line arguments name, with their values in `config`, by dotted name."""
+    """Map the dotted name of each field that command-line arguments set to the field's value in `config`."""
     fields = {}
     for argument in arguments:
         path = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
@@ -194,7 +194,7 @@ def to_json(config: Any) -> dict:
 def from_json(kind: type, values: dict, location: str) -> Any:
     """Create a dataclass of type `kind` from the output of `to_json`. Missing fields get their defaults.
 
-    Raises ValueError, naming `location` and the field, if a field is unknown or its value has another type.
+    Raises ValueError, naming `location` and the field, if a field is unknown or its value has the wrong type.
     """
     types = _types_of(kind)
     unknown = sorted(values.keys() - types.keys())

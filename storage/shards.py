@@ -93,7 +93,7 @@ _Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """Return the key and the members' byte ranges of a span's sample. Raises ValueError unless it has just one."""
+    """Return the key of a span's sample and its members' byte ranges. Raises ValueError if it has none or several."""
     samples = list(_parse_samples(data, name))
     if len(samples) != 1:
         raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")

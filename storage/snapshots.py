@@ -2,7 +2,8 @@
 
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet
 
-A training run pins a snapshot, and reads the offsets of its samples only from that file. docs/formats.md specifies it.
+A training run pins a snapshot, and reads the offsets of its samples from that file alone, except for shards from which
+samples have since been withdrawn (storage/revised.py). docs/formats.md specifies the file.
 """
 
 import contextlib

@@ -57,7 +57,7 @@ def _check_each(
 
 
 class _Checker:
-    """A checker of shards and snapshots. It remembers the tars and manifests that it has checked."""
+    """Checks shards and snapshots, and remembers the tars and manifests that it has checked."""
 
     def __init__(self, inventory: Inventory, withdrawn: Withdrawn):
         self.inventory, self.store, self.withdrawn = inventory, inventory.store, withdrawn

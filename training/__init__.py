@@ -1,1 +1,1 @@
-"""The training loop of any model, with its settings, processes, logs and checkpoints. It imports no model code."""
+"""The training loop for all models, with its settings, processes, logs and checkpoints. Imports no model code."""

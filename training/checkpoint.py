@@ -1,4 +1,4 @@
-"""Write the checkpoints of a run in a background thread, remove old ones, and load them.
+"""Write a run's checkpoints in a background thread, load checkpoints, and remove old ones.
 
 Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py defines
 when a checkpoint is complete and which one is the best. The newest checkpoints and the best one are kept.
@@ -45,12 +45,12 @@ def _print(line: str) -> None:
 
 
 class Writer:
-    """A background thread that writes files to the storage, so that training does not wait for the storage.
+    """Context manager whose background thread writes files to the storage, so that training does not wait for it.
 
     Files are written in the order in which they were queued. A new version of a file replaces one that is still queued.
     If the storage refuses a write (StorageUnreachable: unreachable, full or forbidden), this is logged once, and the
-    write is retried until it succeeds. Any other error is raised by the next call. On exit, the context manager waits
-    until all files are written, and raises StorageUnreachable with the names of those that cannot be written.
+    write is retried until it succeeds. Any other error is raised by the next call of a method. On exit, the context
+    manager waits until all files are written, and raises StorageUnreachable with the names of those that cannot be.
 
     Attributes:
         log: Prints a line.
@@ -157,13 +157,13 @@ def write_checkpoint(
 ) -> str:
     """Queue a checkpoint to be written, and return its path. Old checkpoints are removed afterwards.
 
-    The tensors are copied before this function returns. It waits until the previous checkpoint is written. If the
-    storage refuses writes, the new checkpoint replaces the previous one in the queue instead.
+    First waits until the previous checkpoint is written. If the storage refuses writes, it does not wait, and the new
+    checkpoint replaces the previous one in the queue. The tensors are copied before this function returns.
 
     Args:
         files: Contents of all files except state.json, by name.
-        state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` maps
-            names to the metrics of a validation after the same step.
+        state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` has
+            the metrics of a validation after this step, by name, and is empty if there was none.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"
@@ -234,7 +234,7 @@ def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[st
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises ValueError if the file is damaged or has another format."""
+    """Return the tensors of a safetensors file. Raises ValueError if it is damaged or of another format."""
     data = folder.get(name)
     try:
         return load(data)

@@ -3,8 +3,8 @@
     python -m training.launch --standalone --nproc-per-node N -m vlbert.train RECIPE [--field value ...]
 
 The arguments are torchrun's. Plain torchrun prints a report of about twenty lines after the error line of the rank, and
-exits with status 1. This program exits with the status of the first rank that failed: 128 + the signal number if a
-signal ended it. It exits with 75 if torchrun itself received SIGTERM or SIGINT.
+exits with status 1. This program exits with the status of the first rank that failed, or with 128 + the signal number
+if a signal ended that rank. It exits with 75 if torchrun itself received SIGTERM or SIGINT.
 
 On several SLURM nodes, docker/slurm/rendezvous.sh gives torchrun the rendezvous address.
 """

@@ -188,7 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log newly found unreadable samples, and print the first. Return the number found in training so far."""
+        """Log unreadable samples that are new, and print the first. Return the number found so far in training data."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -253,9 +253,9 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group metrics by dataset. A validation on several datasets names its metrics `<dataset>/<metric>`.
+    """Group metrics by dataset. A metric of a dataset is named `<dataset>/<metric>`, and `<metric>` exists as well.
 
-    Other names with a slash are left out, such as accuracy/yes/no, which is the accuracy on yes/no questions.
+    Other names with a slash, such as accuracy/yes/no (the accuracy on yes/no questions), are left out.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for name, value in metrics.items():

@@ -79,9 +79,9 @@ class Run(ABC):
 
     @property
     def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
-        """Function that runs a validation, or None if there is no validation data.
+        """Return a function that runs a validation, or None if there is no validation data.
 
-        It returns the metrics and the predictions, which are the same on all ranks.
+        The function returns the metrics and the predictions, which are the same on all ranks.
         """
         return None
 
@@ -199,7 +199,7 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run a step's forward and backward passes. Return the last part's losses and the `sum_losses` of all parts."""
+    """Run a step's forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part

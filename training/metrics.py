@@ -43,9 +43,10 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
 
 
 def mean_loss(losses: Losses, numbers: Tensor, weights: Mapping[str, float]) -> Tensor:
-    """Return this rank's contribution to the weighted loss. The contributions of all ranks sum to the loss.
+    """Return this rank's share of the total loss: the weighted sum of the losses, each a mean over all ranks.
 
-    `numbers` is the result of `sum_losses`. A loss without labels in the batch counts as 0, not NaN.
+    The shares of all ranks sum to the total loss. `numbers` is the result of `sum_losses`. A loss without labels in the
+    batch counts as 0, not NaN.
     """
     divisors = numbers[len(losses) :].clamp(min=1).float()
     total = 0.0

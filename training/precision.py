@@ -1,8 +1,8 @@
 """Set the precision of matrix products and convolutions: bfloat16 autocast, float32, or TF32 on GPUs.
 
-bfloat16 is used in forward passes and their backward passes. Weights, optimizer, RoIAlign, LayerNorms, the encoder's
+bfloat16 is used in the forward and backward passes. Weights, optimizer, RoIAlign, LayerNorms, the encoder's
 residual sums and the losses stay float32. In the ResNet, frozen norms are folded into the weights in float32, and the
-blocks' outputs are bfloat16. With TF32, a GPU rounds the inputs of float32 products to 10 bits of mantissa. This is
+blocks' outputs are bfloat16. With TF32, a GPU rounds the inputs of float32 products to 10 bits of mantissa. TF32 is
 torch's default for convolutions.
 """
 
@@ -45,7 +45,7 @@ def autocast(recipe: Any, world: World) -> torch.autocast:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which convolutions and matrix products of `x` are computed, which autocast may change."""
+    """Return the dtype of convolutions and matrix products with `x`: autocast's if it is enabled, else that of `x`."""
     device = x.device.type
     # is_autocast_enabled raises for a device without autocast, such as `meta`.
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

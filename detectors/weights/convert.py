@@ -2,7 +2,7 @@
 
     vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
-docs/detector.md describes the changes.
+docs/detector.md describes what the conversion changes.
 """
 
 from pathlib import Path

@@ -153,7 +153,7 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
 def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
     """Raise ValueError if `config` differs from the file's ResNet in one of the fields `names`.
 
-    The file's tensors would load, but give wrong results. `setting` is the name of `config` on the command line.
+    Such a file would load, but give wrong results. `setting` is the name of `config` on the command line.
     """
     network = read_metadata(file)["network"]
     for name in names if network else ():
@@ -179,7 +179,7 @@ def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raise ValueError if tensors do not fit `expected`: `message`, followed by up to 20 of the errors."""
+    """Raise ValueError if `tensors` do not fit `expected`. Its text is `message` and up to 20 of the errors."""
     if errors := find_tensor_errors(tensors, expected):
         more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
         raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

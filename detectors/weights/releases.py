@@ -144,7 +144,7 @@ def caffe_cell_anchors() -> Tensor:
 
 
 def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
-    """Return the configuration of a published network. Its sizes are taken from the tensors' shapes, by our names."""
+    """Return the configuration of a published network, given the shapes of its tensors under our names."""
     standard = FasterRCNNConfig()
 
     def side(name: str, default: int, axis: int = 0) -> int:
@@ -214,7 +214,7 @@ def convert(file: Path) -> Converted:
 
 
 def to_our_name(theirs: str, release: Release) -> str:
-    """Return our name of a tensor, such as `backbone.res3.0.conv1.norm.weight` for `layer2.0.bn1.weight`."""
+    """Return our name for a release's tensor, such as `backbone.res3.0.conv1.norm.weight` for `layer2.0.bn1.weight`."""
     for old, new in release.names:
         match = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), theirs)
         if match:

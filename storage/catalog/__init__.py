@@ -87,7 +87,7 @@ class Catalog:
         return self._read(stage, self.newest(stage, [shard])[shard], SCHEMA.names)
 
     def manifests(self, stage: str, names: Sequence[str], columns: Sequence[str] = ()) -> Iterator[Manifest]:
-        """Yield the manifests with these names (`Header.name`), in order, with the given columns of their rows."""
+        """Yield the manifests with these names (`Header.name`), in order. Their tables have only the given columns."""
         with ThreadPoolExecutor(_READERS) as pool:
             for start in range(0, len(names), 4 * _READERS):  # in blocks, so that answers do not pile up in memory
                 yield from pool.map(lambda name: self._read(stage, name, columns), names[start : start + 4 * _READERS])
@@ -164,7 +164,7 @@ class Catalog:
         return snapshot
 
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
-        """Read the byte ranges of a pinned snapshot's samples. Raises ValueError if its file is missing or damaged."""
+        """Read a snapshot that `pin` has written. Raises ValueError if its file is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
 
     def path(self, stage: str, name: str) -> str:
@@ -190,7 +190,7 @@ class Catalog:
         return f"to make it again, delete {self.uri(stage, shard)} and run the stage"
 
     def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
-        """Read a manifest with the given columns of its table. Raises ValueError if the file was changed or moved."""
+        """Read a manifest, and only these columns of its table. Raises ValueError if the file was changed or moved."""
         data, uri = self.store.get(self.manifest_path(stage, name)), self.uri(stage, name)
         footer = pq.read_metadata(io.BytesIO(data)).metadata if has_valid_digest(data) else {}
         if b"manifest" not in footer:

@@ -26,11 +26,11 @@ def verify_files(root: Root, dataset: OnlyDataset = None) -> None:
 
 
 def delete_garbage(root: Root, grace: float = 24, delete: bool = False) -> None:
-    """List the files that no manifest, snapshot or checkpoint uses any more.
+    """List or delete the files that no manifest, snapshot or checkpoint uses any more.
 
     Args:
         grace: minimum age in hours; younger files are kept
-        delete: delete the listed files
+        delete: delete the files instead of only listing them
     """
     if not 0 <= grace < float("inf"):
         raise ValueError(f"--grace is {grace}; set it to a number of hours, 0 or more")

@@ -22,7 +22,7 @@ def commit_shard(
     replaces: Header | None = None,
     content: str | None = None,
 ) -> bool:
-    """Commit one shard. Return False, and change nothing, if it is already committed or another writer was first.
+    """Commit a shard or, with `replaces`, its next revision. Return False, and change nothing, if it already exists.
 
     Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, without committing the
     shard, if a row is out of order or does not match its sample.
@@ -89,7 +89,7 @@ def commit_shard(
 
 
 def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:
-    """Delete a tar if no revision of its shard names it. Call this only after another writer's commit."""
+    """Delete the tar of a commit that lost to another writer's, unless a revision of the shard names the same tar."""
     if all(header.tar != tar for header in catalog.revisions(stage, shard)):
         catalog.store.delete(tar)
 

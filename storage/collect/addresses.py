@@ -46,7 +46,7 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 class AddressGuard:
-    """A checker of URLs and addresses. `allowed_hosts` (host:port) are exempt from the rules on ports and addresses."""
+    """Checks URLs and addresses. `allowed_hosts` (host:port) are exempt from the rules on ports and addresses."""
 
     def __init__(self, allowed_hosts: Iterable[str]):
         self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}

@@ -1,4 +1,4 @@
-"""Download of images for caption rows, and commits of the rows as shards.
+"""Downloads the images of caption rows, and commits the rows as shards.
 
 A `Downloader` works on several shards at once. It requests each distinct URL once, within a deadline and from public
 addresses only. After a transient failure, a URL is requested once more when all others of the shard are done. Each row
@@ -151,7 +151,7 @@ def commit_images(
     """Commit rows as a shard of the `images` stage. Return False if another writer was first.
 
     Args:
-        source: recorded in the manifest: the list, and which of its rows these are
+        source: the list, and the range of its rows that this shard has, as recorded in the manifest (plan.source_of)
         replaces: committed revision of the shard that the new one replaces; None for a new shard
     """
     config, config_hash = image_config(settings)

@@ -129,9 +129,10 @@ class Fetcher:
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
         """Fetch a URL and return its body. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host (`Hosts.slot`). `second_pass` is the time, by the event loop's
-        clock, at which the second pass began, or None in the first pass. In the second pass, there is only one attempt,
-        URLs of silent hosts are requested as well, and so is a robots.txt that was unavailable before.
+        The caller must hold a slot of the URL's host (`Hosts.slot`). After the first pass over a shard's URLs, those
+        that may succeed later are requested once more in a second pass. `second_pass` is the time at which it began, by
+        the event loop's clock; None in the first pass. The second pass makes only one attempt for each URL. Unlike the
+        first, it also requests URLs of silent hosts, and any robots.txt that was unavailable in the first pass.
         """
         loop = asyncio.get_running_loop()
         # Before the deadline starts, because the wait for a robots.txt should not count.
@@ -311,7 +312,7 @@ class Fetcher:
 
 
 def _pause(url: str, attempts: int) -> float:
-    """Return the seconds to wait before the next attempt. The random part is the same in every run."""
+    """Return the seconds to wait before the next attempt. The jitter depends only on the arguments."""
     return _RETRY_DELAY * 2 ** (attempts - 1) * random.Random(f"{attempts} {url}").uniform(0.5, 1.5)
 
 

@@ -16,16 +16,17 @@ BREAKER = 2  # failures in a row after which a host is silent
 
 
 class Hosts:
-    """The hosts of all URLs. At most `at_once` URLs are in flight, and hosts with waiting URLs take turns.
+    """The hosts of all URLs. At most `at_once` URLs are in flight over all hosts. Hosts with waiting URLs take turns.
 
     A host is silent after two failures in a row (timeouts or lost connections). Its other URLs wait until the rest of
-    their shard is done. Then one URL is requested that the host has answered before or, if there is none, up to three
-    of the waiting URLs. If the host answers, all waiting URLs are requested; otherwise they end as HOST_TIMEOUT.
+    their shard is done. Then the host is tested with one URL that it has answered before or, if there is none, with up
+    to three of the waiting URLs. If it answers, all waiting URLs are requested; otherwise they end as HOST_TIMEOUT.
 
-    The limit on URLs in flight adapts to each host. After a round of answers as fast as before, it grows by an eighth,
-    or by one if it was lowered before. After a round of slow answers, or immediately after a 429 or 503, it is halved.
-    If the host asks clients to wait (Retry-After), it becomes one. Timeouts do not lower it: if the host still answers
-    other URLs, only the URL that timed out is at fault.
+    Each host also has its own limit on URLs in flight, which is adjusted after a round of as many answers (at least
+    eight). After a round as fast as earlier ones, the limit grows by an eighth, or by one if it has ever been lowered.
+    After a slower round, or immediately after a 429 or 503, the limit is halved. If the host asks clients to wait
+    (Retry-After), the limit becomes one. Timeouts do not lower the limit: if the host still answers other URLs, only
+    the URL that timed out is at fault.
     """
 
     def __init__(self, at_once: int):

@@ -89,7 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Return ("1", "2") if column 1 has more URLs (or image file names) than column 2, else ("2", "1")."""
+    """Guess the URL column and the caption column, "1" or "2". The URL column has more URLs (or image file names)."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
@@ -137,7 +137,7 @@ def read_rows(file: Path, reading: Reading) -> Iterator[CaptionRow]:
 
 
 def read_captions(file: Path) -> Iterator[CaptionRow]:
-    """Yield the rows of a list, whose columns are detected. Raises ValueError if a row cannot be read."""
+    """Detect the columns of a caption list, and yield its rows. Raises ValueError if a row cannot be read."""
     for row in read_rows(file, find_reading(file)):
         if row.status:
             raise ValueError(f"{file.parent}/{row.detail}")

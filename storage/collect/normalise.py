@@ -173,10 +173,10 @@ def _check_size(width: int, height: int, settings: ImageSettings) -> None:
 
 
 def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
-    """Return ["repaired"] if a JPEG has stray bytes, else []. Raises ValueError or Refused if data is missing.
+    """Check a JPEG by decoding it. Return ["repaired"] if it has stray bytes and must be encoded again, else [].
 
     Pillow ignores stray bytes, but simplejpeg, which training uses, raises an error. To save time, the image is decoded
-    only to grey, at an eighth of its size.
+    only to grey, at an eighth of its size. Raises ValueError or Refused if data is missing.
     """
     import simplejpeg
 

@@ -167,7 +167,7 @@ class Part:
 def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> list[Part]:
     """Divide all rows into shards. Committed shards (`done`, by name) keep their rows.
 
-    Raises ValueError if there are more than MAX_SHARDS, or if a committed shard has other rows or other image settings.
+    Raises ValueError if there are more than MAX_SHARDS, or if a committed shard has different rows or image settings.
     """
     parts, start = [], 0
     while start < rows.count:

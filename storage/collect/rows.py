@@ -83,7 +83,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRow:
-    """One row of a caption list, folder or tar, before or after its collection: an image and its caption."""
+    """One row of a caption list, folder or tar: a caption, its image's location and, later, the collected image."""
 
     row: int  # its number in the origin, from 0, not counting a header
     caption: str  # as in the file

@@ -53,7 +53,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 
 @dataclass(frozen=True)
 class Group:
-    """Shards to collect together (in a flow, by one Prefect task), and the progress of the run before them."""
+    """Shards to collect together (in a Prefect flow, by one task), and the progress of the run's earlier groups."""
 
     parts: tuple[Part, ...]
     list_id: str  # id of the stored rows
@@ -75,7 +75,7 @@ class Collected:
 
 
 class NothingStored(ValueError):
-    """Raised if no row of a dataset is ok, so that nothing was committed."""
+    """Raised if neither a committed nor a new row of a dataset is ok. No new shard is committed then."""
 
 
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
@@ -198,7 +198,7 @@ def collect_group(
 
 @dataclass
 class _GroupCollector:
-    """A collector of the shards of one group. Files are accessed in a thread, while downloads continue."""
+    """Collects the shards of one group. Files are accessed in a thread, so that downloads can continue meanwhile."""
 
     catalog: Catalog
     settings: CollectSettings
@@ -285,9 +285,9 @@ class _GroupCollector:
     def read_committed(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
     ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the manifest that is to be replaced, and its rows by number, or (None, {}) for a new shard.
+        """Return the header of the revision to replace, and the shard's rows with their committed results, by number.
 
-        The images of the rows are copied to the spool.
+        `rows` are all rows of the shard. Their images are copied to the spool. Returns (None, {}) for a new shard.
         """
         if not part.replaces:
             return None, {}

@@ -44,7 +44,7 @@ class TarSet:
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """Yield a row for each image, and for each sample without an image. Raises ValueError if a tar is damaged."""
+        """Yield the rows of all samples (`_make_rows`). Raises ValueError if a tar is damaged."""
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
@@ -95,10 +95,11 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
-    """Yield the rows of one sample, each as the arguments of CaptionRow after `row`.
+    """Yield the rows of one sample, each as a tuple of CaptionRow's fields after `row`.
 
-    There is one row, for the first image in a supported format, or else a row for each image in another format. If the
-    sample has no URL, the path of the tar and the image's name replace it.
+    If the sample has an image in a supported format, there is one row, for the first such image. Otherwise there is a
+    row for each image in another format or, if the sample has only text, one row without an image. If the sample has no
+    URL, the path of the tar and the image's name (or the sample's key) replace it.
     """
     url, text, extra, fault = None, "", None, ""
     try:

@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Changed data, task and model fields by name, to use in the evaluation as well. The seed is left out."""
+        """Data, task and model fields (except the seed) that `fields` set, by name. The evaluation sets them, too."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
@@ -194,7 +194,7 @@ def run_cell(cell: Cell, root: str, output: Path, environment: Mapping[str, str]
 
 
 def _train_and_evaluate(cell: Cell, root: str) -> None:
-    """Train and evaluate a cell. Raises ValueError if its run started from other weights or has other `steps`."""
+    """Train and evaluate a cell. Raises ValueError if its `steps` or initial weights changed after its run began."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
     if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:

@@ -29,7 +29,7 @@ def interval(scores: np.ndarray) -> Interval:
 
     To compare two models, pass the difference of their scores, so that both are resampled alike. The interval combines
     the variation over examples (bootstrap) and over seeds (Student's t): the width of each side is the root of the sum
-    of the squared widths. With one seed, only the variation over examples counts.
+    of the squares of the two widths. With one seed, only the variation over examples counts.
     """
     mean, over_seeds = float(scores.mean()), _width_over_seeds(scores.mean(1))
     low, high = np.quantile(_resample_means(scores.mean(0)), [(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2])
@@ -39,7 +39,8 @@ def interval(scores: np.ndarray) -> Interval:
 def _resample_means(scores: np.ndarray) -> np.ndarray:
     """Return the means [REPLICATES] of bootstrap resamples of scores [examples].
 
-    Each resample has n - 1 of the n scores (Rao and Wu 1988): n would make the spread too small by sqrt((n - 1) / n).
+    Each resample draws n - 1 of the n scores with replacement (Rao and Wu 1988). With n draws, the spread would be too
+    small by a factor of sqrt((n - 1) / n).
     """
     rng, n = np.random.default_rng(_SEED), len(scores)
     size, draws = max(1, _CHUNK // n), max(1, n - 1)

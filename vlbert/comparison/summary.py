@@ -131,7 +131,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
 
 
 def score_of(value: Any, within: int | None) -> float:
-    """Return the score of an example: `value` or, if `within` is given, the fraction of its ranks up to `within`."""
+    """Return an example's score: `value` or, with `within`, the fraction of the ranks in it up to `within`."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 

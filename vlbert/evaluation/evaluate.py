@@ -61,10 +61,10 @@ def load_task_model(
 ) -> tuple[TaskModel, Recipe]:
     """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
-    If `recipe` is None, the recipe is the one that the checkpoint was trained with. The task and model settings are the
-    checkpoint's, with `changes` applied, such as {"task.folder": "vqa"}. If the task can be used without fine-tuning
-    (Task.zero_shot_head), a pre-trained checkpoint is accepted too, and the task settings are those of `recipe`. Raises
-    ValueError if the checkpoint has no head, or was trained for another task.
+    `recipe` defaults to the one that the checkpoint was trained with. Its task and model settings are replaced by the
+    checkpoint's, and then `changes` are applied, such as {"task.folder": "vqa"}. A pre-trained checkpoint is accepted
+    if the task can be used without fine-tuning (Task.zero_shot_head); the task settings of `recipe` are then kept.
+    Raises ValueError if the checkpoint has no head, or was trained for another task.
     """
     config, uri = checkpoint.config, checkpoint.uri
     if "task" not in config or not any(name.startswith("head.") for name in checkpoint.model):

@@ -64,7 +64,7 @@ def name_of(uri: str) -> str:
 
 
 def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that identify an evaluation, which is not repeated if they are unchanged."""
+    """Return the values that identify an evaluation. An evaluation with the same values is not repeated."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
@@ -107,7 +107,7 @@ def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
 def summarise(
     predicted: Sequence[SplitPredictions], rows: Sequence[dict], split: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the content of metrics.json, and the contents of all other files except the page, by name."""
+    """Return the content of metrics.json, and all other files except the page, by name. `rows` are all predictions."""
     first, task = predicted[0], predicted[0].task
     files = {PREDICTIONS: _encode_parquet(rows, type(task).__name__)}
     metrics = metrics_of(task, rows, [row for each in predicted for row in each.shuffled])

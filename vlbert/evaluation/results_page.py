@@ -59,7 +59,10 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[RowIndex], list[RowIndex]]:
-    """Return the indexes of the most confident wrong and right answers that have ground truth, without overlap."""
+    """Return the indexes of the `count` most confident wrong answers, and of the `count` most confident right ones.
+
+    Answers without ground truth are left out. If there are few answers, each is in only one of the two lists.
+    """
     indexes = [(number, row) for number, each in enumerate(predicted) for row in range(len(each.rows))]
     scored = [index for index in indexes if _get_row(predicted, index)["score"] is not None]
 

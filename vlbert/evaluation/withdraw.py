@@ -50,7 +50,7 @@ def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
 def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
     """Withdraw URLs and their images, including the same images from other URLs.
 
-    Returns the URLs that were not withdrawn before, the committed rows with the given URLs, and all URLs of the images.
+    Returns which of `urls` are newly withdrawn, the committed rows with one of `urls`, and all URLs of the images.
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))

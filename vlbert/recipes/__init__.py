@@ -6,8 +6,9 @@
     features  end_to_end: a Fast R-CNN is trained with the model; precomputed: vectors that the detector stored
     variant   whether to follow the paper or the authors' code where they differ
 
-The name of a recipe, and of its run, has all three: finetune_vqa_large_paper. The number of steps is epochs x examples
-/ batch, with 3.3 M captions, 213 k questions of VCR, 444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
+The name of a recipe, and of its run, has the size and, unless they are the default, the features and the variant:
+finetune_vqa_large_paper. The number of steps is epochs x examples / batch, with 3.3 M captions, 213 k questions of VCR,
+444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
 `data.batch` is global: batch = GPUs x gradient_accumulation x the batch that one GPU computes at a time. The learning
 rate does not depend on the number of GPUs.
 """

@@ -116,7 +116,7 @@ def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
-    """Configure fine-tuning on VCR-like items with their own boxes. For the second run: --task.subtask rationale."""
+    """Configure fine-tuning on VCR-like items with their own boxes: Q->A or, with --task.subtask rationale, QA->R."""
     # Softmax over four choices, and no pooler: few new weights, because there are so few steps.
     task, config = VCRSettings(mask_size=4, loss="softmax", pooled=False), demo_model(model, features)
     if config.regions.features == "precomputed":  # these cover the whole box

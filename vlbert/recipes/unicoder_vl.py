@@ -30,13 +30,14 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-4, weight_decay=0.01, decayed="matr
 
 
 def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
-    """Configure pre-training on precomputed features: 198,000 steps (10 epochs of 3.8 M captions) of 192 captions.
+    """Configure pre-training on precomputed features: 10 epochs of 3.8 M captions, 192 per step (198,000 steps).
 
     The captions are Conceptual Captions and SBU: --data.datasets conceptual-captions sbu. The features are those of the
     detector's 100 best regions (selection.minimum=100).
 
-    Read literally, the paper masks every chosen word (--task.words.masked 1 --task.words.random 0), has a single layer
-    for regions (--task.region_head linear), and has no pooler at [CLS] (--model.pooler none, also in fine-tuning).
+    Three options follow the paper more literally: mask every chosen word (--task.words.masked 1 --task.words.random 0),
+    use a single layer for regions (--task.region_head linear), and use no pooler at [CLS] (--model.pooler none, also in
+    fine-tuning).
     """
     name = f"pretrain_unicoder_vl_{size}"
     if size == "demo":

@@ -239,6 +239,6 @@ def _model(size: str, **regions: Any) -> ModelConfig:
     return replace(model, **_SIZE_OF_LARGE) if size == "large" else model
 
 
-def _by_epoch(recipe: Recipe, epoch: int) -> Recipe:
-    """Return the recipe with a full validation and a checkpoint every `epoch` steps."""
-    return replace(recipe, validation_samples=None, validate_every=epoch, save_every=epoch)
+def _by_epoch(recipe: Recipe, steps: int) -> Recipe:
+    """Return the recipe with a full validation and a checkpoint after each epoch, that is, every `steps` steps."""
+    return replace(recipe, validation_samples=None, validate_every=steps, save_every=steps)
