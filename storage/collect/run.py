@@ -75,7 +75,7 @@ class Collected:
 
 
 class NothingStored(ValueError):
-    """Raised if neither a committed nor a new row of a dataset is ok. No new shard is committed then."""
+    """Raised if neither a committed nor a new row of a dataset is ok."""
 
 
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
