@@ -19,8 +19,8 @@ _INTERRUPTED = "interrupted put"  # kind of local temporary files; all other kin
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
     """Return the files that may be deleted, each with a description of its kind.
 
-    Files older than `grace` seconds by the storage's clock: tars that no newest manifest and no kept snapshot names, snapshots
-    that no checkpoint pins (except the newest of each stage), and temporary files of interrupted writes.
+    Files older than `grace` seconds by the storage's clock: tars that no newest manifest and no kept snapshot names,
+    snapshots that no checkpoint pins (except the newest of each stage), and temporary files of interrupted writes.
 
     Files of any age: tars of earlier revisions that contain withdrawn images.
     """
