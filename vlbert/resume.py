@@ -21,7 +21,6 @@ from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import find_readable, open_cache, open_samples
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.evaluation.whence import check_count, record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
@@ -41,8 +40,6 @@ class OpenedData:
     held_out: HeldOut
     corpus: TextCorpus | None
     task: Task
-    vocabulary: Vocabulary
-    num_classes: int
     pinned: dict  # entries of state.json about held-out datasets, corpus, task files and initial weights
 
 
@@ -78,7 +75,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
         report(f"{recipe.run} resumes from {resumed.uri}, step {resumed.state['step']} of {recipe.steps}")
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     data = open_data(recipe, store, resumed, resumed or init_from, world)
-    model = make_model(recipe, data.task, data.vocabulary, init_from, resumed, report).to(world.device)
+    model = make_model(recipe, data.task, data.task.vocabulary, init_from, resumed, report).to(world.device)
     execute_as(recipe, model.vlbert)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
@@ -172,8 +169,6 @@ def open_data(
         held_out={pinned["dataset"]: (samples, task.examples(samples, split)) for samples, pinned in held_out},
         corpus=corpus,
         task=task,
-        vocabulary=vocabulary,
-        num_classes=num_classes,
         pinned={
             "held_out": [pinned for _, pinned in held_out],
             "text": corpus.hash if corpus else None,

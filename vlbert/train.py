@@ -106,18 +106,7 @@ class VLBertRun(Run):
         ]
         state = self.opened.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
-        save_checkpoint(
-            self.writer,
-            recipe.run,
-            done,
-            recipe,
-            self.model,
-            self.optimizer,
-            self.opened.vocabulary,
-            self.opened.num_classes,
-            state,
-            self.detector,
-        )
+        save_checkpoint(self.writer, done, recipe, self.model, self.optimizer, state, self.detector)
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
