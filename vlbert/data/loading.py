@@ -77,13 +77,12 @@ class ExampleSource:
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
         """Return the first readable example of these slots. Raises ValueError if MAX_UNREADABLE cannot be read."""
-        for tried, slot in enumerate(slots, 1):
+        tried = list(itertools.islice(slots, MAX_UNREADABLE))
+        for slot in tried:
             (result,) = self.read([slot], step=0)
             if isinstance(result, Example):
                 return result
-            if tried == MAX_UNREADABLE:
-                break
-        raise ValueError(f"{tried} examples in a row cannot be read, the last because {result.reason}")
+        raise ValueError(f"{len(tried)} examples in a row cannot be read, the last because {result.reason}")
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):
@@ -151,7 +150,7 @@ class TrainingData(Dataset):
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
-        for number, start, stop, _ in self._parts_of(step):
+        for number, start, stop, _ in parts_of_step(step, config.batch, self._weights):
             span, share = self.datasets[number].spans[-1], self._weights[number] / sum(self._weights)
             distance = math.ceil(config.new_shards_every * config.batch * share)
             boundary = span.boundary(start, stop, distance)
@@ -186,13 +185,10 @@ class TrainingData(Dataset):
         texts = self._shares(samples_after(step * count, count, self.config.seed, TEXT, lines))
         return [self._examples(step, *part) for part in zip(pairs, following, texts, strict=True)]
 
-    def _parts_of(self, step: int) -> list[tuple[int, int, int, np.ndarray]]:
-        return parts_of_step(step, self.config.batch, self._weights)
-
     def slots(self, step: int) -> list[Slot]:
         """Return the slots of a step on all ranks, in batch order. A slot identifies an example (see `Slot`)."""
         by_position: dict[int, Slot] = {}
-        for number, start, stop, positions in self._parts_of(step):
+        for number, start, stop, positions in parts_of_step(step, self.config.batch, self._weights):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
             epochs = draw_samples(spans, start, stop - start, seed, self.config.chunk)
             slots = [(number, index, epoch, i) for index, epoch, indices in epochs for i in indices.tolist()]
