@@ -212,17 +212,13 @@ class TrainingData(Dataset):
             by_position |= dict(zip(indices, examples, strict=True))
         return [by_position[position] for position in range(len(slots))]
 
-    def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
-        """Return the first `count` readable examples of these slots, or all if there are fewer."""
-        readable = (example for slot in slots for example in _split_readable(self._read(step, [slot]))[0])
-        return list(itertools.islice(readable, count))
-
     def _examples(
         self, step: int, pairs: list[Slot], following: list[Slot], texts: list[tuple[int, int]]
     ) -> tuple[list[Example], list[Unreadable]]:
         examples, unreadable = _split_readable(self._read(step, pairs))
         if examples and self.task.lookahead:
-            examples = self.task.collate_group(examples, self._following(step, following, self.task.lookahead))
+            readable = (example for slot in following for example in _split_readable(self._read(step, [slot]))[0])
+            examples = self.task.collate_group(examples, list(itertools.islice(readable, self.task.lookahead)))
         if not examples:  # the image network needs an image in each batch, see `make_placeholder`
             *snapshot, epoch, number = pairs[-1]
             source = self._sources[*snapshot]

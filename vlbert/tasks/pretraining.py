@@ -165,28 +165,18 @@ class Pretraining(Task):
         classes = regions.class_probs_background_first()[region_labels[1:]]
         if self.settings.region_target == "class":  # the foreground class for which the detector kept the region
             classes = np.eye(classes.shape[1], dtype=np.float32)[regions.labels_background_first()[region_labels[1:]]]
-        return Example(
-            sample.key,
-            self._text_input(
-                [self.vocabulary.cls, *masked_tokens, self.vocabulary.sep],
-                label_mask=np.concatenate([[False], token_labels, [False]]),
-                labels=tokens[token_labels],
-                related=[RELATED],
-            ),
-            image.to_input(
-                masked_regions,
-                count,
-                label_masks={"region_label_mask": region_labels},
-                labels={"region_classes": classes},
-                averaged_over=self._averaged_over(regions.boxes, region_labels[1:]),
-            ),
-            {
-                "from_user": annotation is not None,
-                "scale": image.scale,
-                "url": sample.url,
-                "mismatched": mismatched,
-            },
+        row = [self.vocabulary.cls, *masked_tokens, self.vocabulary.sep]
+        text_input = self._text_input(row, np.pad(token_labels, 1), tokens[token_labels], related=[RELATED])
+        image_input = image.to_input(
+            masked_regions,
+            count,
+            label_masks={"region_label_mask": region_labels},
+            labels={"region_classes": classes},
+            averaged_over=self._averaged_over(regions.boxes, region_labels[1:]),
         )
+        from_user = annotation is not None
+        metadata = {"from_user": from_user, "scale": image.scale, "url": sample.url, "mismatched": mismatched}
+        return Example(sample.key, text_input, image_input, metadata)
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
         """Return ImageInput.averaged_over, given boxes [r, 4] and which of them are labelled, bool [r]."""
@@ -297,25 +287,16 @@ class Pretraining(Task):
         region_classes, labelled_regions = self._region_labels(batch, regions)
         masked = select(batch.region_masked, labelled_regions)
         detected, masked_logits = region_classes[masked].argmax(1), regions[masked]
-        token_labels = _group_by_row(
-            batch.labelled["word_label_mask"],
-            batch.tokens,
-            (labels, words.argmax(1) == labels, monitored, _top_guesses(words[:, : len(self.vocabulary)])),
-        )
-        region_labels = _group_by_row(
-            labelled_regions[masked],
-            batch.region_mask,
-            (detected, masked_logits.argmax(1) == detected, _top_guesses(masked_logits)),
-        )
+        columns = labels, words.argmax(1) == labels, monitored, _top_guesses(words[:, : len(self.vocabulary)])
+        token_labels = _group_by_row(batch.labelled["word_label_mask"], batch.tokens, columns)
+        columns = detected, masked_logits.argmax(1) == detected, _top_guesses(masked_logits)
+        region_labels = _group_by_row(labelled_regions[masked], batch.region_mask, columns)
         boxes, rows = batch.boxes.cpu().numpy(), []
         for row, (key, metadata) in enumerate(zip(batch.keys, batch.metadata, strict=True)):
             text = batch.tokens[row].tolist()[: batch.sizes.tokens[row]]
+            scale = np.array(metadata["scale"] * 2)
             drawn = [
-                {
-                    "name": f"{n}: class {guesses[0][0]}",
-                    "box": (boxes[row][n] / np.array(metadata["scale"] * 2)).tolist(),
-                    "region": n,
-                }
+                {"name": f"{n}: class {guesses[0][0]}", "box": (boxes[row][n] / scale).tolist(), "region": n}
                 for n, _, _, guesses in region_labels[row]
             ]
             known = not metadata["from_user"]

@@ -130,13 +130,8 @@ class VCR(Task):
         regions = self._image_input(scene, boxes, image, None if question.held_out else rng)
         if question.label is None:
             texts, regions = [remove_labels(text) for text in texts], remove_labels(regions)
-        return Example(
-            sample.key,
-            texts[0],
-            regions,
-            question.columns(scene, context, choices, boxes),
-            more=tuple(texts[1:]),
-        )
+        columns = question.columns(scene, context, choices, boxes)
+        return Example(sample.key, texts[0], regions, columns, more=tuple(texts[1:]))
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> TaggedText:
         """Return the tokens of a text, and the region whose visual feature embedding each gets, int64 [2, t]."""
