@@ -1,6 +1,6 @@
 """Start a run, or resume it from its last checkpoint: data, model, optimizer and step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +43,12 @@ class OpenedData:
     pinned: dict  # entries of state.json about held-out datasets, corpus, task files and initial weights
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """The state in which a run starts or resumes. `step` is the number of completed steps, 0 in a new run."""
-
-    data: OpenedData
-    model: TaskModel
-    optimizer: torch.optim.Optimizer
-    step: int
-    loop_state: dict[str, Any] | None  # saved by training.loop
-
-
-def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]) -> Start | None:
+def start_or_resume(
+    recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]
+) -> tuple[OpenedData, TaskModel, torch.optim.Optimizer, Mapping[str, Any]] | None:
     """Start a run, or resume it from its last checkpoint. Returns None if the run is complete.
+
+    The last returned value is the content of the checkpoint's state.json, {} in a new run.
 
     Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint's.
     """
@@ -81,8 +74,7 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
     if resumed:
         load_optimizer(resumed.folder, model, optimizer)
     _report_run(recipe, data, model, world, report)
-    step, loop_state = (resumed.state["step"], resumed.state.get("loop")) if resumed else (0, None)
-    return Start(data, model, optimizer, step, loop_state)
+    return data, model, optimizer, resumed.state if resumed else {}
 
 
 def find_complete(recipe: Recipe, processes: int) -> str | None:
