@@ -148,9 +148,8 @@ def open_data(
     held_out = _open_held_out(store, config, resumed, world)
     samples = [samples for samples, _ in opened]
     vocabulary = choose_vocabulary(recipe, start, samples, world)
-    num_classes = (
-        resumed.num_classes if resumed else _count_classes(opened, isinstance(recipe.task, PretrainingSettings))
-    )
+    needed = isinstance(recipe.task, PretrainingSettings)
+    num_classes = resumed.num_classes if resumed else _count_classes(opened, needed)
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch and config.text_corpus else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
@@ -175,7 +174,7 @@ def _open_datasets(
 ) -> list[tuple[ShardSamples, dict]]:
     """Return open_samples' result for each dataset, sorted by name. Raises ValueError if their detectors differ."""
     cache, opened = open_cache(store, config), []
-    for name in config.dataset_names:
+    for name in sorted(config.datasets):
         before = saved_of(resumed, name) if resumed else None
         pinned = before and before | {"snapshot": before["snapshots"][-1]["snapshot"]}
         opened.append(open_samples(store, name, config.detector, pinned, world, cache))

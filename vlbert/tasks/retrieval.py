@@ -215,10 +215,8 @@ class Retrieval(Task):
         table[batch.labels["anchor"], batch.labels["role"]] = scores
         pair, wrong = table[:, 0], table[:, 1:]
         if self.settings.loss == "hinge":
-            margins = [
-                self.settings.margin - pair + part.amax(1) for part in wrong.tensor_split([wrong_captions], dim=1)
-            ]
-            loss = sum(margin.relu().sum() for margin in margins)
+            parts = wrong.tensor_split([wrong_captions], dim=1)
+            loss = sum((self.settings.margin - pair + part.amax(1)).relu().sum() for part in parts)
         else:
             loss = F.cross_entropy(table, right, reduction="sum")
         return {"pairs": (loss, count), "accuracy": accuracy(pair > wrong.amax(1))}
