@@ -176,19 +176,11 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
                 "together in instances.json; use two files of the same data set"
             )
         entry, box = images[image], annotations[annotation][1]
+        size, problem = (entry["width"], entry["height"]), _box_problem(box, entry)
+        target = box, size, objects_of.get(image, ()), index_of.get(annotation), problem
         for sentence in ref["sentences"]:
-            expressions[ref["split"]][entry["file_name"]].append(
-                Expression(
-                    sentence["sent_id"],
-                    ref["ref_id"],
-                    sentence["sent"],
-                    box,
-                    (entry["width"], entry["height"]),
-                    objects_of.get(image, ()),
-                    index_of.get(annotation),
-                    _box_problem(box, entry),
-                )
-            )
+            expression = Expression(sentence["sent_id"], ref["ref_id"], sentence["sent"], *target)
+            expressions[ref["split"]][entry["file_name"]].append(expression)
     return {split: dict(by_file) for split, by_file in expressions.items()}
 
 

@@ -191,9 +191,8 @@ class Pretraining(Task):
         masked, label_mask = mask_words(tokens, self.vocabulary, self.settings.words, rng)
         if not self.settings.text_specials:
             return Example(key, self._text_input(masked, label_mask, tokens[label_mask]))
-        masked, label_mask, tokens = (
-            values[: self.settings.text_length - 2] for values in (masked, label_mask, tokens)
-        )
+        count = self.settings.text_length - 2
+        masked, label_mask, tokens = (values[:count] for values in (masked, label_mask, tokens))
         row = [self.vocabulary.cls, *masked, self.vocabulary.sep]
         return Example(key, self._text_input(row, np.pad(label_mask, 1), tokens[label_mask]))
 
@@ -311,6 +310,7 @@ class Pretraining(Task):
         """
         positions, labels, right, monitored, guesses = zip(*masked_tokens, strict=True) if masked_tokens else ((),) * 5
         best = [ranked[0][1] for *_, ranked in (*masked_tokens, *masked_regions)]
+        words = self.vocabulary.tokens
         filled = [
             {"answer": self._decode(text, positions, tokens), "probability": probability}
             for tokens, probability in _top_combinations(guesses)
@@ -324,10 +324,7 @@ class Pretraining(Task):
             "ground_truth": self._decode(text, positions, labels) if known else None,
             "score": float(np.mean(likeliest)) if known and masked_tokens else None,
             "masks": [
-                {
-                    "position": position,
-                    "guesses": [{"answer": self.vocabulary.tokens[i], "probability": p} for i, p in ranked],
-                }
+                {"position": position, "guesses": [{"answer": words[i], "probability": p} for i, p in ranked]}
                 for position, ranked in zip(positions, guesses, strict=True)
             ],
             "masked_regions": [

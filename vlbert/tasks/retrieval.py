@@ -306,9 +306,8 @@ class Retrieval(Task):
         metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})
         by_fold = [_recalls([row for row in rows if row["fold"] == fold], "_fold") for fold in folds]
-        return metrics | {
-            name: float(np.mean([recalls[name] for recalls in by_fold])) for name in (by_fold[0] if by_fold else ())
-        }
+        names = by_fold[0] if by_fold else ()
+        return metrics | {name: float(np.mean([recalls[name] for recalls in by_fold])) for name in names}
 
     def reported(self, split: str) -> dict[str, str]:
         return retrieval.reported(self.settings.file, split)
