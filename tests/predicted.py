@@ -43,10 +43,10 @@ def recorded(detector: FasterRCNNDetector) -> dict:
 
 
 def save_model(root: Path, run: str, task: object, detector: dict | None, **changes: object) -> Path:
-    recipe = tiny_recipe(root, task=task, **changes)
+    recipe = tiny_recipe(root, task=task, run_name=run, **changes)
     torch.manual_seed(0)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), make_task(task, WORDS, 36))
     optimizer = make_optimizer(model, recipe.optimizer)
     with Writer(open_store(str(root)), log=lambda line: None) as writer:
-        folder = save_checkpoint(writer, run, 1, recipe, model, optimizer, WORDS, 36, {}, detector)
+        folder = save_checkpoint(writer, 1, recipe, model, optimizer, {}, detector)
     return root / folder

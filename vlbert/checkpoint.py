@@ -104,15 +104,12 @@ def _config_files(
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
-def save_checkpoint(  # noqa: PLR0913  everything in a checkpoint
+def save_checkpoint(
     writer: Writer,
-    run: str,
     step: int,
     recipe: Recipe,
     model: "TaskModel",
     optimizer: torch.optim.Optimizer,
-    vocabulary: Vocabulary,
-    num_classes: int,
     state: dict[str, Any],
     detector: dict | None = None,
 ) -> str:
@@ -120,15 +117,16 @@ def save_checkpoint(  # noqa: PLR0913  everything in a checkpoint
 
     `detector` has the id and metadata of the detector that found the run's regions (vlbert.train.detector_of).
     """
-    metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
+    task = model.task
+    metadata = {"task": type(recipe.task).__name__, "num_classes": task.num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
-    files = _config_files(recipe.model, len(vocabulary), vocabulary, metadata)
-    saved = {name: getattr(model.task, name) for name in model.task.saved}
+    files = _config_files(recipe.model, len(task.vocabulary), task.vocabulary, metadata)
+    saved = {name: getattr(task, name) for name in task.saved}
     files |= {TASK: as_json(saved)} if saved else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
     state = {"step": step} | state
-    keep, metric = recipe.keep_checkpoints, model.task.best_metric(recipe.task)
-    return write_checkpoint(writer, run, step, recipe.steps, files | tensors, state, keep, metric)
+    keep, metric = recipe.keep_checkpoints, task.best_metric(recipe.task)
+    return write_checkpoint(writer, recipe.run, step, recipe.steps, files | tensors, state, keep, metric)
 
 
 def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:

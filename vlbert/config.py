@@ -217,11 +217,6 @@ class DataConfig:
         names = self.held_out is None or 0 < len(self.held_out) == len({*self.held_out})
         check(self, names, "held_out", "names of datasets, each once, or none")
 
-    @property
-    def dataset_names(self) -> list[str]:
-        """Names of the datasets to train on, in sorted order."""
-        return sorted(self.datasets)
-
 
 @dataclass(frozen=True)
 class Recipe(RunSettings):

@@ -1,6 +1,6 @@
 """Start a run, or resume it from its last checkpoint: data, model, optimizer and step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import TrainingDataset, check_shares
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import find_readable, open_cache, open_samples
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.evaluation.whence import check_count, record_of
 from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
@@ -41,24 +40,15 @@ class OpenedData:
     held_out: HeldOut
     corpus: TextCorpus | None
     task: Task
-    vocabulary: Vocabulary
-    num_classes: int
     pinned: dict  # entries of state.json about held-out datasets, corpus, task files and initial weights
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """The state in which a run starts or resumes. `step` is the number of completed steps, 0 in a new run."""
-
-    data: OpenedData
-    model: TaskModel
-    optimizer: torch.optim.Optimizer
-    step: int
-    loop_state: dict[str, Any] | None  # saved by training.loop
-
-
-def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]) -> Start | None:
+def start_or_resume(
+    recipe: Recipe, store: ObjectStore, world: World, report: Callable[[str], None]
+) -> tuple[OpenedData, TaskModel, torch.optim.Optimizer, Mapping[str, Any]] | None:
     """Start a run, or resume it from its last checkpoint. Returns None if the run is complete.
+
+    The last returned value is the content of the checkpoint's state.json, {} in a new run.
 
     Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint's.
     """
@@ -78,14 +68,13 @@ def start_or_resume(recipe: Recipe, store: ObjectStore, world: World, report: Ca
         report(f"{recipe.run} resumes from {resumed.uri}, step {resumed.state['step']} of {recipe.steps}")
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     data = open_data(recipe, store, resumed, resumed or init_from, world)
-    model = make_model(recipe, data.task, data.vocabulary, init_from, resumed, report).to(world.device)
+    model = make_model(recipe, data.task, data.task.vocabulary, init_from, resumed, report).to(world.device)
     execute_as(recipe, model.vlbert)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
         load_optimizer(resumed.folder, model, optimizer)
     _report_run(recipe, data, model, world, report)
-    step, loop_state = (resumed.state["step"], resumed.state.get("loop")) if resumed else (0, None)
-    return Start(data, model, optimizer, step, loop_state)
+    return data, model, optimizer, resumed.state if resumed else {}
 
 
 def find_complete(recipe: Recipe, processes: int) -> str | None:
@@ -159,9 +148,8 @@ def open_data(
     held_out = _open_held_out(store, config, resumed, world)
     samples = [samples for samples, _ in opened]
     vocabulary = choose_vocabulary(recipe, start, samples, world)
-    num_classes = (
-        resumed.num_classes if resumed else _count_classes(opened, isinstance(recipe.task, PretrainingSettings))
-    )
+    needed = isinstance(recipe.task, PretrainingSettings)
+    num_classes = resumed.num_classes if resumed else _count_classes(opened, needed)
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch and config.text_corpus else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
@@ -172,8 +160,6 @@ def open_data(
         held_out={pinned["dataset"]: (samples, task.examples(samples, split)) for samples, pinned in held_out},
         corpus=corpus,
         task=task,
-        vocabulary=vocabulary,
-        num_classes=num_classes,
         pinned={
             "held_out": [pinned for _, pinned in held_out],
             "text": corpus.hash if corpus else None,
@@ -188,7 +174,7 @@ def _open_datasets(
 ) -> list[tuple[ShardSamples, dict]]:
     """Return open_samples' result for each dataset, sorted by name. Raises ValueError if their detectors differ."""
     cache, opened = open_cache(store, config), []
-    for name in config.dataset_names:
+    for name in sorted(config.datasets):
         before = saved_of(resumed, name) if resumed else None
         pinned = before and before | {"snapshot": before["snapshots"][-1]["snapshot"]}
         opened.append(open_samples(store, name, config.detector, pinned, world, cache))

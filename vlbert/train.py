@@ -106,18 +106,7 @@ class VLBertRun(Run):
         ]
         state = self.opened.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
-        save_checkpoint(
-            self.writer,
-            recipe.run,
-            done,
-            recipe,
-            self.model,
-            self.optimizer,
-            self.opened.vocabulary,
-            self.opened.num_classes,
-            state,
-            self.detector,
-        )
+        save_checkpoint(self.writer, done, recipe, self.model, self.optimizer, state, self.detector)
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
@@ -176,19 +165,19 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
     """Start a run, or resume it from its last checkpoint (vlbert/resume.py). Returns None if it is complete."""
     store = open_store(recipe.data.root)
-    start = start_or_resume(recipe, store, world, report)
-    if start is None:
+    started = start_or_resume(recipe, store, world, report)
+    if started is None:
         return None
-    data = start.data
+    data, model, optimizer, state = started
     training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
     stage = data.datasets[0].pinned["stage"]  # the same in all datasets
     return VLBertRun(
         recipe=recipe,
         world=world,
         writer=Writer(store),
-        step=start.step,
-        model=start.model,
-        optimizer=start.optimizer,
+        step=state.get("step", 0),
+        model=model,
+        optimizer=optimizer,
         opened=data,
         data=training,
         detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
@@ -196,7 +185,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
             "detector": stage.removeprefix("regions/"),
             "snapshot": " + ".join(dataset.spans[-1].snapshot for dataset in data.datasets),
         },
-        loop_state=start.loop_state,
+        loop_state=state.get("loop"),
     )
 
 

@@ -95,31 +95,27 @@ def validate(
     predictions = [row for rows, _, _ in parts.values() for row in rows]
     all_shuffled = [row for _, shuffled, _ in parts.values() for row in shuffled]
     missing = sum(missing for *_, missing in parts.values())
-    metrics = _metrics_and_missing(model.task, predictions, all_shuffled, missing)
+    metrics = metrics_of(model.task, predictions, all_shuffled, missing)
     if len(parts) > 1:
         for name, part in parts.items():
-            metrics |= {f"{name}/{metric}": value for metric, value in _metrics_and_missing(model.task, *part).items()}
+            metrics |= {f"{name}/{metric}": value for metric, value in metrics_of(model.task, *part).items()}
         predictions = [row | {"dataset": name} for name, (rows, _, _) in parts.items() for row in rows]
     return metrics, predictions
 
 
-def _metrics_and_missing(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missing: int) -> dict[str, float]:
-    return metrics_of(task, rows, shuffled) | ({"unreadable": missing} if missing else {})
-
-
-def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:
+def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missing: int = 0) -> dict[str, float]:
     """Return a task's metrics and, if `shuffled` predictions are given, two more values for each metric.
 
     `<name>_shuffled` is the metric when each text has the image of another example. `<name>_grounding_gap` is the
     difference: the part that is due to the right image, not to biases in texts or images. Metrics `chance*` have
-    neither, because they do not depend on the image.
+    neither, because they do not depend on the image. If examples are `missing`, their number is "unreadable".
     """
     metrics = task.metrics(rows)
     if shuffled:
         baseline = {name: value for name, value in task.metrics(shuffled).items() if not name.startswith("chance")}
         metrics |= {f"{name}_shuffled": value for name, value in baseline.items()}
         metrics |= {f"{name}_grounding_gap": metrics[name] - value for name, value in baseline.items()}
-    return metrics
+    return metrics | ({"unreadable": missing} if missing else {})
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:

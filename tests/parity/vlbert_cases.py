@@ -182,10 +182,10 @@ def vcr_batch(case: VLBertCase, task: VCR) -> Batch:
     return collate(examples)
 
 
-def _tagged(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _tagged(rows: np.ndarray) -> np.ndarray:
     """Return (word pieces, the region that each names) of [L, 3] rows, -2 behind their end."""
     rows = rows[rows[:, 0] >= 0]
-    return rows[:, 0], rows[:, 1]
+    return rows[:, :2].T
 
 
 BATCHES: dict[type, Callable[[VLBertCase, Task], Batch]] = {

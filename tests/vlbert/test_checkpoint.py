@@ -106,7 +106,7 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
 def test_todays_code_writes_the_golden_bytes(tmp_path):
     model, optimizer = model_and_optimizer()
     with Writer(open_store(str(tmp_path))) as writer:
-        folder = save_checkpoint(writer, "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
+        folder = save_checkpoint(writer, 3, RECIPE, model, optimizer, STATE)
     assert folder == FOLDER
     for file in ("vocab.txt", "model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / folder / file).read_bytes() == (GOLDEN / "checkpoint" / folder / file).read_bytes(), file
@@ -164,4 +164,4 @@ if __name__ == "__main__":
     shutil.rmtree(GOLDEN / "checkpoint", ignore_errors=True)
     golden_model, golden_optimizer = model_and_optimizer()
     with Writer(open_store(str(GOLDEN / "checkpoint"))) as writer:
-        save_checkpoint(writer, "golden", 3, RECIPE, golden_model, golden_optimizer, WORDS, 3, STATE)
+        save_checkpoint(writer, 3, RECIPE, golden_model, golden_optimizer, STATE)

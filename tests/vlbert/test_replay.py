@@ -107,7 +107,7 @@ def test_samples_that_cannot_be_read_leave_their_slots_empty(trained, tmp_path, 
 def without_a_tar(root: Path) -> str:
     tar = next((root / "captions/regions").glob("*/00000-*.tar"))
     tar.unlink()
-    return f"{tar.name} has 0 bytes, but .*: it is torn or missing"
+    return f"{tar.name} has 0 bytes, but .*: it is truncated or missing"
 
 
 def without_a_snapshot(root: Path) -> str:

@@ -69,8 +69,8 @@ def test_a_long_choice_shortens_the_question_of_all_rows_or_of_its_own(task, sam
         assert [text.segments.tolist().count(0) - 2 for text in cut.texts] == expected
 
 
-def tagged(tokens: int, region: int) -> tuple[np.ndarray, np.ndarray]:
-    return 100 * region + np.arange(tokens), np.full(tokens, region)
+def tagged(tokens: int, region: int) -> np.ndarray:
+    return np.stack([100 * region + np.arange(tokens), np.full(tokens, region)])
 
 
 @given(

@@ -367,15 +367,8 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
     """Pad the pixels of each group into one tensor, uint8 [p, 3, H, W]. Return () if no image has pixels."""
-    count = sum(map(len, groups))
-    groups_pixels = [[image.pixels for image in group if image.pixels is not None] for group in groups]
-    missing = count - sum(map(len, groups_pixels))
-    if missing == count:
-        return ()
-    if missing:
-        raise ValueError(f"{missing} of {count} images of one batch have no pixels")
     padded = []
-    for group in groups_pixels:
+    for group in filter(None, (_present(group, "pixels") for group in groups)):
         height, width = (max(pixels.shape[axis] for pixels in group) for axis in (1, 2))
         padded.append(group[0].new_zeros(len(group), 3, height, width))
         for row, pixels in zip(padded[-1], group, strict=True):
@@ -385,12 +378,16 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
 
 def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
     """Concatenate a field of all images. Return an empty tensor with `axes` axes if no image has it."""
-    arrays = [array for array in (getattr(p, name) for p in images) if array is not None]
-    if not arrays:
-        return torch.zeros((0,) * axes)
-    if len(arrays) < len(images):
-        raise ValueError(f"{len(images) - len(arrays)} of {len(images)} images of one batch have no {name}")
-    return torch.from_numpy(np.concatenate(arrays))
+    arrays = _present(images, name)
+    return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros((0,) * axes)
+
+
+def _present(images: Sequence[ImageInput], name: str) -> list[Any]:
+    """Return a field of all images, or [] if no image has it. Raises ValueError if only some have it."""
+    values = [value for value in (getattr(p, name) for p in images) if value is not None]
+    if values and len(values) < len(images):
+        raise ValueError(f"{len(images) - len(values)} of {len(images)} images of one batch have no {name}")
+    return values
 
 
 def _pad(

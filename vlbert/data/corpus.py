@@ -1,7 +1,6 @@
 """Text-only corpora. `vlbert corpus` tokenises UTF-8 files of any size into one flat file of token ids."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from storage.collect.lists import read_captions
+from storage.digests import sha256_of
 from storage.programs import Command, Positional
 from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary
@@ -41,7 +41,7 @@ class TextCorpus:
                 f"{folder} was made with version and vocabulary {origin}, but this run has "
                 f"{CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `vlbert corpus`"
             )
-        self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
+        self.hash = sha256_of(folder / "corpus.json")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -129,7 +129,7 @@ def make_corpus(
     for file in inputs:
         if not file.is_file():
             raise ValueError(f"there is no file {file}; name existing text files")
-    made_of = {"files": [_hash_file(file) for file in inputs], "size": None if vocabulary else size}
+    made_of = {"files": [sha256_of(file) for file in inputs], "size": None if vocabulary else size}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         metadata, *_ = _open_corpus(folder)
         if (metadata["version"], metadata["made_of"]) == (CORPUS_VERSION, made_of):
@@ -141,11 +141,6 @@ def make_corpus(
 
     vocabulary_used = Vocabulary.read(vocabulary) if vocabulary else Vocabulary.build(texts, size)
     return encode_corpus(_read_lines(files), vocabulary_used, folder, made_of)
-
-
-def _hash_file(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read_lines(files: Iterable[Path]) -> Iterator[str]:

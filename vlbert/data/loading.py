@@ -80,13 +80,12 @@ class ExampleSource:
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
         """Return the first readable example of these slots. Raises ValueError if MAX_UNREADABLE cannot be read."""
-        for tried, slot in enumerate(slots, 1):
+        tried = list(itertools.islice(slots, MAX_UNREADABLE))
+        for slot in tried:
             (result,) = self.read([slot], step=0)
             if isinstance(result, Example):
                 return result
-            if tried == MAX_UNREADABLE:
-                break
-        raise ValueError(f"{tried} examples in a row cannot be read, the last because {result.reason}")
+        raise ValueError(f"{len(tried)} examples in a row cannot be read, the last because {result.reason}")
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):
@@ -154,7 +153,7 @@ class TrainingData(Dataset):
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
-        for number, start, stop, _ in self._parts_of(step):
+        for number, start, stop, _ in parts_of_step(step, config.batch, self._weights):
             span, share = self.datasets[number].spans[-1], self._weights[number] / sum(self._weights)
             distance = math.ceil(config.new_shards_every * config.batch * share)
             boundary = span.boundary(start, stop, distance)
@@ -189,13 +188,10 @@ class TrainingData(Dataset):
         texts = self._shares(samples_after(step * count, count, self.config.seed, TEXT, lines))
         return [self._examples(step, *part) for part in zip(pairs, following, texts, strict=True)]
 
-    def _parts_of(self, step: int) -> list[tuple[int, int, int, np.ndarray]]:
-        return parts_of_step(step, self.config.batch, self._weights)
-
     def slots(self, step: int) -> list[Slot]:
         """Return the slots of a step on all ranks, in batch order. A slot identifies an example (see `Slot`)."""
         by_position: dict[int, Slot] = {}
-        for number, start, stop, positions in self._parts_of(step):
+        for number, start, stop, positions in parts_of_step(step, self.config.batch, self._weights):
             seed, spans = self.source(number).config.seed, self.datasets[number].spans
             epochs = draw_samples(spans, start, stop - start, seed, self.config.chunk)
             slots = [(number, index, epoch, i) for index, epoch, indices in epochs for i in indices.tolist()]
@@ -219,17 +215,13 @@ class TrainingData(Dataset):
             by_position |= dict(zip(indices, examples, strict=True))
         return [by_position[position] for position in range(len(slots))]
 
-    def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
-        """Return the first `count` readable examples of these slots, or all if there are fewer."""
-        readable = (example for slot in slots for example in _split_readable(self._read(step, [slot]))[0])
-        return list(itertools.islice(readable, count))
-
     def _examples(
         self, step: int, pairs: list[Slot], following: list[Slot], texts: list[tuple[int, int]]
     ) -> tuple[list[Example], list[Unreadable]]:
         examples, unreadable = _split_readable(self._read(step, pairs))
         if examples and self.task.lookahead:
-            examples = self.task.collate_group(examples, self._following(step, following, self.task.lookahead))
+            readable = (example for slot in following for example in _split_readable(self._read(step, [slot]))[0])
+            examples = self.task.collate_group(examples, list(itertools.islice(readable, self.task.lookahead)))
         if not examples:  # the image network needs an image in each batch, see `make_placeholder`
             *snapshot, epoch, number = pairs[-1]
             source = self._sources[*snapshot]

@@ -165,7 +165,10 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
             objects[image].append(box)
     objects_of = {image: tuple(boxes) for image, boxes in objects.items()}
     expressions = defaultdict(lambda: defaultdict(list))
-    for ref in _read_refs(source):
+    refs_read = parse_entries(read_plain_pickle(source), "references", "RefCOCO+", source, _check_ref)
+    check_unique([ref["ref_id"] for ref in refs_read], f"references of {source}")
+    check_unique([sentence["sent_id"] for ref in refs_read for sentence in ref["sentences"]], f"sentences of {source}")
+    for ref in refs_read:
         image, annotation = ref["image_id"], ref["ann_id"]
         if image not in images or annotations.get(annotation, (None,))[0] != image:
             raise ValueError(
@@ -173,19 +176,11 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
                 "together in instances.json; use two files of the same data set"
             )
         entry, box = images[image], annotations[annotation][1]
+        size, problem = (entry["width"], entry["height"]), _box_problem(box, entry)
+        target = box, size, objects_of.get(image, ()), index_of.get(annotation), problem
         for sentence in ref["sentences"]:
-            expressions[ref["split"]][entry["file_name"]].append(
-                Expression(
-                    sentence["sent_id"],
-                    ref["ref_id"],
-                    sentence["sent"],
-                    box,
-                    (entry["width"], entry["height"]),
-                    objects_of.get(image, ()),
-                    index_of.get(annotation),
-                    _box_problem(box, entry),
-                )
-            )
+            expression = Expression(sentence["sent_id"], ref["ref_id"], sentence["sent"], *target)
+            expressions[ref["split"]][entry["file_name"]].append(expression)
     return {split: dict(by_file) for split, by_file in expressions.items()}
 
 
@@ -248,13 +243,6 @@ def _parse_unique(data: dict, name: str, file: Path, parse: Callable[[dict], dic
     for field in fields:
         check_unique([entry[field] for entry in entries], f"{name} of {file}")
     return entries
-
-
-def _read_refs(file: Path) -> list[dict]:
-    refs = parse_entries(read_plain_pickle(file), "references", "RefCOCO+", file, _check_ref)
-    check_unique([ref["ref_id"] for ref in refs], f"references of {file}")
-    check_unique([sentence["sent_id"] for ref in refs for sentence in ref["sentences"]], f"sentences of {file}")
-    return refs
 
 
 def _check_ref(ref: dict) -> dict:

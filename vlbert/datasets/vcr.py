@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,10 @@ def _parse_item(line: str, file: Path, number: int) -> Item:
     if labels and (len(labels) < 2 or not all(type(i) is int and 0 <= i < CHOICES for i in labels)):
         raise ValueError(f"answer_label is {item.get('answer_label')}, rationale_label {item.get('rationale_label')}")
     wordless = None
-    for name, text in _texts(item):
+    texts = {"question": item["question"]}
+    for name in ("answer_choices", "rationale_choices"):
+        texts |= {f"{name}[{i}]": text for i, text in enumerate(item[name])}
+    for name, text in texts.items():
         if not isinstance(text, list):
             raise ValueError(f"{name} is not a list of words and objects")
         mentioned = [i for token in text if not isinstance(token, str) for i in token]
@@ -179,12 +182,6 @@ def _parse_item(line: str, file: Path, number: int) -> Item:
 
 def _has_words(text: str) -> bool:
     return any(letter.isprintable() and not letter.isspace() for letter in text)
-
-
-def _texts(item: dict) -> Iterator[tuple[str, Text]]:
-    yield "question", item["question"]
-    for name in ("answer_choices", "rationale_choices"):
-        yield from ((f"{name}[{i}]", text) for i, text in enumerate(item[name]))
 
 
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:

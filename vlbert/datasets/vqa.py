@@ -176,9 +176,8 @@ def metrics(rows: Iterable[dict]) -> dict[str, float]:
     frequent ground truth.
     """
     rows = [row for row in rows if row["annotator_answers"]]
-    most_frequent = max(
-        Counter(row["ground_truth"] for row in rows).items(), key=lambda item: (item[1], item[0]), default=("", 0)
-    )[0]
+    counts = Counter(row["ground_truth"] for row in rows)
+    most_frequent = max(counts, key=lambda answer: (counts[answer], answer), default="")
     values = defaultdict(list)
     for row in rows:
         values["accuracy"].append(row["score"])

@@ -195,7 +195,7 @@ def _predict_split(
     check_one_dataset(recipe)
     model, config = model.to(world.device), recipe.data
     has_splits = recipe.task.validate_on is not None
-    dataset = (config.held_out or config.dataset_names)[0] if has_splits else split
+    dataset = (config.held_out or sorted(config.datasets))[0] if has_splits else split
     store = open_store(config.root)
     detector = config.detector or _find_detector(store, dataset, checkpoint)
     samples, pinned = open_samples(store, dataset, detector, None, world, open_cache(store, config))

@@ -120,7 +120,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
         regions = replace(regions, features="end_to_end")
     training = TrainingData(opened.datasets, opened.task, config, regions, ALONE, opened.corpus)
     for number, span in later:
-        name = config.dataset_names[number]
+        name = sorted(config.datasets)[number]
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}
         samples, _ = open_samples(store, name, None, pinned, ALONE)
         examples = opened.task.examples(samples, None)

@@ -10,9 +10,8 @@ from storage.settings import override_values
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.masking import WordMasking
-from vlbert.recipes import demo, vlbert
+from vlbert.recipes import demo, vilbert, vlbert
 from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
@@ -94,16 +93,9 @@ def finetune_vqa_unicoder_vl(size: Size = "base") -> Recipe:
 
 def finetune_refcoco_unicoder_vl(size: Size = "base") -> Recipe:
     """Configure fine-tuning on RefCOCO+: 10 epochs, 256 expressions per step, on detected regions."""
-    # The paper has no RefCOCO+. The classifier is ViLBERT's. The model does not read the whole image, so it cannot be
-    # a candidate.
-    task = RefCOCOSettings(
-        regions="detected",
-        target="iou",
-        loss_over="rows",
-        classifier="linear",
-        classifier_dropout=0.1,
-    )
-    return _finetune("refcoco", size, task, 5e-5, 256)
+    # The paper has no RefCOCO+. The settings are ViLBERT's. The model does not read the whole image, so it cannot be a
+    # candidate.
+    return _finetune("refcoco", size, replace(vilbert.REFCOCO, whole_image_competes=False), 5e-5, 256)
 
 
 def _finetune(task_name: str, size: Size, task: Any, learning_rate: float, batch: int, epochs: int = 10) -> Recipe:

@@ -44,6 +44,15 @@ OPTIMIZER = OptimizerConfig(
     clip_each=True,
 )
 
+REFCOCO = RefCOCOSettings(
+    regions="detected",
+    whole_image_competes=True,
+    target="iou",
+    loss_over="rows",
+    classifier="linear",
+    classifier_dropout=0.1,
+)
+
 
 def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
     """Configure pre-training on precomputed features: 64,450 steps (10 epochs) of 512 captions.
@@ -117,15 +126,7 @@ def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
 
 def finetune_refcoco_vilbert(size: Size = "base") -> Recipe:
     """Configure fine-tuning on RefCOCO+: 20 epochs, 256 expressions per step, on detected regions."""
-    task = RefCOCOSettings(
-        regions="detected",
-        whole_image_competes=True,
-        target="iou",
-        loss_over="rows",
-        classifier="linear",
-        classifier_dropout=0.1,
-    )
-    return _finetune("refcoco", size, task, 4e-5, 256)
+    return _finetune("refcoco", size, REFCOCO, 4e-5, 256)
 
 
 def finetune_retrieval_vilbert(size: Size = "base") -> Recipe:

@@ -77,7 +77,7 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
         name=name,
         task=VCRSettings(),
         model=_model(size, long_side=1200),
-        data=DataConfig(datasets={"vcr": None}, held_out=("vcr",), batch=64, gradient_accumulation=4),
+        data=_data("vcr", batch=64, gradient_accumulation=4),
         optimizer=OptimizerConfig(
             kind="sgd",
             learning_rate=4.48e-3 if variant == "published" else 5e-3,
@@ -112,12 +112,7 @@ def finetune_vqa(size: Size = "base", features: Features | None = None, variant:
         name=name,
         task=VQASettings(),
         model=_model(size, features=features),
-        data=DataConfig(
-            datasets={"vqa": None},
-            held_out=("vqa",),
-            batch=256,
-            gradient_accumulation=4 if size == "large" and not paper else 1,
-        ),
+        data=_data("vqa", batch=256, gradient_accumulation=4 if size == "large" and not paper else 1),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=2_000) if paper else optimizer,
         steps=(20 if paper else 5) * epoch,
         precision="bf16" if paper else "fp32",
@@ -146,12 +141,7 @@ def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", var
         name=name,
         task=RefCOCOSettings(),
         model=_model(size),
-        data=DataConfig(
-            datasets={"refcoco+": None},
-            held_out=("refcoco+",),
-            batch=256 if paper else 32,
-            gradient_accumulation=accumulation,
-        ),
+        data=_data("refcoco+", batch=256 if paper else 32, gradient_accumulation=accumulation),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=500) if paper else optimizer,
         steps=20 * epoch,
         precision="bf16" if paper else "fp32",
@@ -176,7 +166,7 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
     recipe = Recipe(
         name=name,
         task=RetrievalSettings(),
-        data=DataConfig(datasets={"flickr30k": None}, held_out=("flickr30k",), batch=192, gradient_accumulation=4),
+        data=_data("flickr30k", batch=192, gradient_accumulation=4),
         optimizer=OptimizerConfig(learning_rate=5e-5, warmup_steps=epoch),
         steps=10 * epoch,
         bert="bert-base-uncased",  # for its pooler, which pre-training without the relationship head lacks
@@ -237,6 +227,10 @@ def _refuse(missing: bool, name: str, reason: str) -> None:
 def _model(size: str, **regions: Any) -> ModelConfig:
     model = ModelConfig(regions=RegionConfig(**regions))
     return replace(model, **_SIZE_OF_LARGE) if size == "large" else model
+
+
+def _data(dataset: str, **settings: Any) -> DataConfig:
+    return DataConfig(datasets={dataset: None}, held_out=(dataset,), **settings)
 
 
 def _by_epoch(recipe: Recipe, steps: int) -> Recipe:

@@ -1,6 +1,5 @@
 """The base classes of tasks and of their settings."""
 
-import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor, nn
 
+from storage.digests import sha256_of
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
@@ -118,7 +118,7 @@ class TaskSettings:
             file = Path(self.folder, name)
             if file.is_file():
                 with open_task_file(file, "task.folder") as stream:
-                    hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+                    hashes[name] = sha256_of(stream)
         return hashes
 
     def check_same(self, recorded: Mapping[str, str] | None, checkpoint: str, hint: str) -> None:

@@ -165,28 +165,18 @@ class Pretraining(Task):
         classes = regions.class_probs_background_first()[region_labels[1:]]
         if self.settings.region_target == "class":  # the foreground class for which the detector kept the region
             classes = np.eye(classes.shape[1], dtype=np.float32)[regions.labels_background_first()[region_labels[1:]]]
-        return Example(
-            sample.key,
-            self._text_input(
-                [self.vocabulary.cls, *masked_tokens, self.vocabulary.sep],
-                label_mask=np.concatenate([[False], token_labels, [False]]),
-                labels=tokens[token_labels],
-                related=[RELATED],
-            ),
-            image.to_input(
-                masked_regions,
-                count,
-                label_masks={"region_label_mask": region_labels},
-                labels={"region_classes": classes},
-                averaged_over=self._averaged_over(regions.boxes, region_labels[1:]),
-            ),
-            {
-                "from_user": annotation is not None,
-                "scale": image.scale,
-                "url": sample.url,
-                "mismatched": mismatched,
-            },
+        row = [self.vocabulary.cls, *masked_tokens, self.vocabulary.sep]
+        text_input = self._text_input(row, np.pad(token_labels, 1), tokens[token_labels], related=[RELATED])
+        image_input = image.to_input(
+            masked_regions,
+            count,
+            label_masks={"region_label_mask": region_labels},
+            labels={"region_classes": classes},
+            averaged_over=self._averaged_over(regions.boxes, region_labels[1:]),
         )
+        from_user = annotation is not None
+        metadata = {"from_user": from_user, "scale": image.scale, "url": sample.url, "mismatched": mismatched}
+        return Example(sample.key, text_input, image_input, metadata)
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
         """Return ImageInput.averaged_over, given boxes [r, 4] and which of them are labelled, bool [r]."""
@@ -201,9 +191,8 @@ class Pretraining(Task):
         masked, label_mask = mask_words(tokens, self.vocabulary, self.settings.words, rng)
         if not self.settings.text_specials:
             return Example(key, self._text_input(masked, label_mask, tokens[label_mask]))
-        masked, label_mask, tokens = (
-            values[: self.settings.text_length - 2] for values in (masked, label_mask, tokens)
-        )
+        count = self.settings.text_length - 2
+        masked, label_mask, tokens = (values[:count] for values in (masked, label_mask, tokens))
         row = [self.vocabulary.cls, *masked, self.vocabulary.sep]
         return Example(key, self._text_input(row, np.pad(label_mask, 1), tokens[label_mask]))
 
@@ -297,25 +286,16 @@ class Pretraining(Task):
         region_classes, labelled_regions = self._region_labels(batch, regions)
         masked = select(batch.region_masked, labelled_regions)
         detected, masked_logits = region_classes[masked].argmax(1), regions[masked]
-        token_labels = _group_by_row(
-            batch.labelled["word_label_mask"],
-            batch.tokens,
-            (labels, words.argmax(1) == labels, monitored, _top_guesses(words[:, : len(self.vocabulary)])),
-        )
-        region_labels = _group_by_row(
-            labelled_regions[masked],
-            batch.region_mask,
-            (detected, masked_logits.argmax(1) == detected, _top_guesses(masked_logits)),
-        )
+        columns = labels, words.argmax(1) == labels, monitored, _top_guesses(words[:, : len(self.vocabulary)])
+        token_labels = _group_by_row(batch.labelled["word_label_mask"], batch.tokens, columns)
+        columns = detected, masked_logits.argmax(1) == detected, _top_guesses(masked_logits)
+        region_labels = _group_by_row(labelled_regions[masked], batch.region_mask, columns)
         boxes, rows = batch.boxes.cpu().numpy(), []
         for row, (key, metadata) in enumerate(zip(batch.keys, batch.metadata, strict=True)):
             text = batch.tokens[row].tolist()[: batch.sizes.tokens[row]]
+            scale = np.array(metadata["scale"] * 2)
             drawn = [
-                {
-                    "name": f"{n}: class {guesses[0][0]}",
-                    "box": (boxes[row][n] / np.array(metadata["scale"] * 2)).tolist(),
-                    "region": n,
-                }
+                {"name": f"{n}: class {guesses[0][0]}", "box": (boxes[row][n] / scale).tolist(), "region": n}
                 for n, _, _, guesses in region_labels[row]
             ]
             known = not metadata["from_user"]
@@ -330,6 +310,7 @@ class Pretraining(Task):
         """
         positions, labels, right, monitored, guesses = zip(*masked_tokens, strict=True) if masked_tokens else ((),) * 5
         best = [ranked[0][1] for *_, ranked in (*masked_tokens, *masked_regions)]
+        words = self.vocabulary.tokens
         filled = [
             {"answer": self._decode(text, positions, tokens), "probability": probability}
             for tokens, probability in _top_combinations(guesses)
@@ -343,10 +324,7 @@ class Pretraining(Task):
             "ground_truth": self._decode(text, positions, labels) if known else None,
             "score": float(np.mean(likeliest)) if known and masked_tokens else None,
             "masks": [
-                {
-                    "position": position,
-                    "guesses": [{"answer": self.vocabulary.tokens[i], "probability": p} for i, p in ranked],
-                }
+                {"position": position, "guesses": [{"answer": words[i], "probability": p} for i, p in ranked]}
                 for position, ranked in zip(positions, guesses, strict=True)
             ],
             "masked_regions": [

@@ -189,15 +189,8 @@ class RefCOCO(Task):
         # Only candidates can be chosen, not padding nor, by default, the whole image. Of equal scores the first wins.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)
         orders = scores.argsort(dim=1, descending=True, stable=True)[:, :MAX_RANKED].tolist()
-        columns = zip(
-            batch.keys,
-            batch.metadata,
-            orders,
-            scores.sigmoid().tolist(),
-            batch.sizes.labelled["candidate"],
-            strict=True,
-        )
-        return [self._to_row(*row) for row in columns]
+        columns = batch.keys, batch.metadata, orders, scores.sigmoid().tolist(), batch.sizes.labelled["candidate"]
+        return [self._to_row(*row) for row in zip(*columns, strict=True)]
 
     def _to_row(self, key: str, metadata: dict, order: list[int], probabilities: list[float], candidates: int) -> dict:
         expression, boxes, chosen = metadata["expression"], metadata["boxes"], order[0] if candidates else None

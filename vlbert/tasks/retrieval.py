@@ -215,10 +215,8 @@ class Retrieval(Task):
         table[batch.labels["anchor"], batch.labels["role"]] = scores
         pair, wrong = table[:, 0], table[:, 1:]
         if self.settings.loss == "hinge":
-            margins = [
-                self.settings.margin - pair + part.amax(1) for part in wrong.tensor_split([wrong_captions], dim=1)
-            ]
-            loss = sum(margin.relu().sum() for margin in margins)
+            parts = wrong.tensor_split([wrong_captions], dim=1)
+            loss = sum((self.settings.margin - pair + part.amax(1)).relu().sum() for part in parts)
         else:
             loss = F.cross_entropy(table, right, reduction="sum")
         return {"pairs": (loss, count), "accuracy": accuracy(pair > wrong.amax(1))}
@@ -308,9 +306,8 @@ class Retrieval(Task):
         metrics = _recalls(rows, "") | {"chance": 1 / len(rows)}
         folds = sorted({row["fold"] for row in rows if row.get("fold") is not None})
         by_fold = [_recalls([row for row in rows if row["fold"] == fold], "_fold") for fold in folds]
-        return metrics | {
-            name: float(np.mean([recalls[name] for recalls in by_fold])) for name in (by_fold[0] if by_fold else ())
-        }
+        names = by_fold[0] if by_fold else ()
+        return metrics | {name: float(np.mean([recalls[name] for recalls in by_fold])) for name in names}
 
     def reported(self, split: str) -> dict[str, str]:
         return retrieval.reported(self.settings.file, split)

@@ -130,28 +130,22 @@ class VCR(Task):
         regions = self._image_input(scene, boxes, image, None if question.held_out else rng)
         if question.label is None:
             texts, regions = [remove_labels(text) for text in texts], remove_labels(regions)
-        return Example(
-            sample.key,
-            texts[0],
-            regions,
-            question.columns(scene, context, choices, boxes),
-            more=tuple(texts[1:]),
-        )
+        columns = question.columns(scene, context, choices, boxes)
+        return Example(sample.key, texts[0], regions, columns, more=tuple(texts[1:]))
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> TaggedText:
-        """Return the tokens of a text, and the region whose visual feature embedding each gets, both int64 [t]."""
+        """Return the tokens of a text, and the region whose visual feature embedding each gets, int64 [2, t]."""
         if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
-        tokens, regions = tag(text, names, self.vocabulary)
-        return tokens, regions * (self.settings.mention_visual_embedding == "object")
+        tagged = tag(text, names, self.vocabulary)
+        tagged[1] *= self.settings.mention_visual_embedding == "object"
+        return tagged
 
     def text_input(self, question: TaggedText, choice: TaggedText, right: bool) -> TextInput:
         """Return [CLS] question [SEP] choice [SEP]. The label at [CLS] says whether the choice is `right`."""
-        words, zero = self.vocabulary, np.zeros(1, np.int64)
-        tokens = [[words.cls], question[0], [words.sep], choice[0], [words.sep]]
-        token_region = [zero, question[1], zero, choice[1], zero]
-        segments = np.repeat([0, 1], [len(question[0]) + 2, len(choice[0]) + 1])
-        tokens, token_region = (np.concatenate(parts).astype(np.int64) for parts in (tokens, token_region))
+        cls, sep = ([[token], [0]] for token in (self.vocabulary.cls, self.vocabulary.sep))
+        tokens, token_region = np.concatenate([cls, question, sep, choice, sep], axis=1).astype(np.int64)
+        segments = np.repeat([0, 1], [question.shape[1] + 2, choice.shape[1] + 1])
         label_masks, labels = {"choice": np.arange(len(tokens)) == 0}, {"right": np.array([right])}
         return TextInput(tokens, segments.astype(np.int64), token_region, label_masks, labels)
 

@@ -18,7 +18,7 @@ from vlbert.datasets.vcr import CHOICES, Item, Scene, Text, read_items, read_sce
 _PEOPLE = "casey riley jessie jackie avery jaime peyton kerry jody kendall frankie pat quinn"
 PEOPLE = _PEOPLE.split()  # gender-neutral names
 
-TaggedText = tuple[np.ndarray, np.ndarray]  # tokens, int64 [t], and the region that each one names, int64 [t], or 0
+TaggedText = np.ndarray  # int64 [2, t]: tokens, and the region that each one names, or 0
 Subtask = Literal["answer", "rationale"]  # Q->A or QA->R
 
 
@@ -175,16 +175,11 @@ def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
             continue
         for i, number in enumerate(token):
             words += [("and", 0)] * (i > 0) + [(names[number], number + 1)]
-    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    parts = [np.zeros((2, 0), np.int64)]
     for region, run in itertools.groupby(words, key=lambda word: word[1]):
         tokens = vocabulary.encode(" ".join(word for word, _ in run))
-        parts.append((tokens, np.full(len(tokens), region, np.int64)))
-    return concatenate(parts)
-
-
-def concatenate(parts: Sequence[TaggedText]) -> TaggedText:
-    tokens, regions = zip(*parts, strict=True)
-    return np.concatenate(tokens), np.concatenate(regions)
+        parts.append(np.stack([tokens, np.full_like(tokens, region)]))
+    return np.concatenate(parts, axis=1)
 
 
 def truncate(
@@ -196,10 +191,10 @@ def truncate(
     token if it is longer than the context. Otherwise the question loses its last token, down to one, and then the
     answer. If `shared`, as in the published code, cuts of the context apply to all choices.
     """
-    shared_sizes = [len(tokens) for tokens, _ in context]
+    shared_sizes = [text.shape[1] for text in context]
     rows = []
-    for tokens, _ in choices:
-        sizes, size = shared_sizes if shared else [*shared_sizes], len(tokens)
+    for choice in choices:
+        sizes, size = shared_sizes if shared else [*shared_sizes], choice.shape[1]
         while sum(sizes) + size > max_tokens:
             if size > sum(sizes):
                 size -= 1
@@ -207,19 +202,14 @@ def truncate(
                 sizes[0 if sizes[0] > 1 or len(sizes) == 1 else 1] -= 1
         rows.append((sizes, size))
     return [
-        (concatenate([_cut(*pair) for pair in zip(context, sizes, strict=True)]), _cut(choice, size))
+        (np.concatenate([text[:, :kept] for text, kept in zip(context, sizes, strict=True)], axis=1), choice[:, :size])
         for choice, (sizes, size) in zip(choices, rows, strict=True)
     ]
 
 
-def _cut(text: TaggedText, size: int) -> TaggedText:
-    tokens, regions = text
-    return tokens[:size], regions[:size]
-
-
 def check_fits(context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int) -> None:
     """Raise ValueError if the context together with any one choice exceeds `max_tokens` tokens."""
-    before, longest = sum(len(tokens) for tokens, _ in context), max(len(tokens) for tokens, _ in choices)
+    before, longest = sum(text.shape[1] for text in context), max(choice.shape[1] for choice in choices)
     if before + longest > max_tokens:
         raise ValueError(
             f"the text is too long: {before} tokens before the choices and {longest} in the longest choice exceed "

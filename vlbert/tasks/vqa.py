@@ -108,9 +108,8 @@ class VQA(Task):
         if image.flipped:
             question, answers = swap_sides(question), [swap_sides(answer) for answer in answers]
         tokens = self.vocabulary.encode(question)[: self.settings.question_length]
-        return Example(
-            sample.key, self.text_input(tokens, self.scores(answers)), image.to_input(), annotation.columns()
-        )
+        text_input = self.text_input(tokens, self.scores(answers))
+        return Example(sample.key, text_input, image.to_input(), annotation.columns())
 
     def text_input(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
         """Return [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if the setting `reads` is "pair".
