@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
-from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNConfig, HeadOutputs, clip_boxes
+from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNConfig, HeadOutputs
 from detectors.resnet import ResNetConfig
 
 _NORMS = {"frozen": "FrozenBN", "batch": "BN"}
@@ -90,7 +91,7 @@ class Detectron2FasterRCNN(nn.Module):
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
         # Not clipped with detectron2's Boxes, which stop the whole run if one box is not finite.
-        return clip_boxes(moved, height, width)
+        return torchvision.ops.clip_boxes_to_image(moved, (height, width))
 
 
 AnyFasterRCNN = FasterRCNN | Detectron2FasterRCNN  # both have the same methods
