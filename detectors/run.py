@@ -184,11 +184,7 @@ def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
     return dataclasses.replace(network, **config.network_overrides)
 
 
-def detect(
-    root: Root,
-    dataset: Dataset,
-    config: Annotated[DetectionConfig, Flat],
-) -> None:
+def detect(root: Root, dataset: Dataset, config: Annotated[DetectionConfig, Flat]) -> None:
     """Detect regions in every image shard that this detector has not processed yet.
 
     The detector is a network, an annotation file, or another project's feature files:
