@@ -55,8 +55,7 @@ class AnnotatedDetector:
             )
         columns = np.array([column for column, _ in annotated], np.int32)
         scale = np.array([sample.width / image["width"], sample.height / image["height"]] * 2)
-        limits = np.array([sample.width, sample.height] * 2)
-        boxes = np.clip(np.array([box for _, box in annotated]) * scale, 0, limits)
+        boxes = np.clip(np.array([box for _, box in annotated]) * scale, 0, [sample.width, sample.height] * 2)
         class_probs = np.zeros((len(annotated), 1 + len(self._column)), np.float16)
         class_probs[np.arange(len(annotated)), columns] = 1
         return Regions(

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torchvision
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from detectors import detector_id
 from detectors.config import DetectorSettings
 from detectors.detectron2 import AnyFasterRCNN, Detectron2FasterRCNN
-from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, clip_boxes
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.select import select_regions
 from storage.sample import Regions, Sample
@@ -272,11 +273,11 @@ def _not_finite(outputs: str) -> str:
     return f"not_finite: the network's {outputs} are not all finite numbers"
 
 
-def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: Sequence[int]) -> Tensor:
+def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: tuple[int, int]) -> Tensor:
     """Convert boxes [K, 4] from input pixels to pixels of the stored image, and clip them to the image.
 
     `scales` is (vertical, horizontal) in input pixels per stored pixel. `stored` is the stored image's (height, width).
     """
     down, across = scales
     factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)
-    return clip_boxes(boxes * factors, *stored)
+    return torchvision.ops.clip_boxes_to_image(boxes * factors, stored)

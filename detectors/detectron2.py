@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
-from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNConfig, HeadOutputs, clip_boxes
+from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNConfig, HeadOutputs
 from detectors.resnet import ResNetConfig
 
 _NORMS = {"frozen": "FrozenBN", "batch": "BN"}
@@ -29,8 +30,20 @@ class Detectron2FasterRCNN(nn.Module):
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
-        _check_supported(config)
-        _require_detectron2()
+        # detectron2 drops small boxes after it has chosen the pre_nms best, Caffe before: their proposals differ.
+        for name, supported in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
+            if (value := getattr(config, name)) != supported:
+                raise ValueError(
+                    f"FasterRCNNConfig.{name} is {value!r}; detectron2 supports only {supported}: use backend "
+                    "faster_rcnn"
+                )
+        try:
+            import detectron2.modeling  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"backend detectron2 needs the package detectron2, which cannot be imported ({error}); install it as "
+                "in docs/detector.md, or use backend faster_rcnn, which computes the same"
+            ) from error
         self.config = config
         self.backbone = _make_backbone(config.resnet)
         self.proposal_generator = _make_proposal_generator(config)
@@ -90,29 +103,10 @@ class Detectron2FasterRCNN(nn.Module):
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
         # Not clipped with detectron2's Boxes, which stop the whole run if one box is not finite.
-        return clip_boxes(moved, height, width)
+        return torchvision.ops.clip_boxes_to_image(moved, (height, width))
 
 
 AnyFasterRCNN = FasterRCNN | Detectron2FasterRCNN  # both have the same methods
-
-
-def _check_supported(config: FasterRCNNConfig) -> None:
-    # detectron2 drops small boxes after it has chosen the pre_nms best, Caffe before: their proposals differ.
-    for name, supported in {"box_arithmetic": "continuous", "minimum_side": 0}.items():
-        if (value := getattr(config, name)) != supported:
-            raise ValueError(
-                f"FasterRCNNConfig.{name} is {value!r}; detectron2 supports only {supported}: use backend faster_rcnn"
-            )
-
-
-def _require_detectron2() -> None:
-    try:
-        import detectron2.modeling  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"backend detectron2 needs the package detectron2, which cannot be imported ({error}); install it as in "
-            "docs/detector.md, or use backend faster_rcnn, which computes the same"
-        ) from error
 
 
 def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:

@@ -10,6 +10,9 @@ from PIL import Image, ImageDraw, ImageFont
 from storage.collect.normalise import STORED_FORMATS
 from storage.sample import Sample
 
+Colour = tuple[int, int, int]  # red, green, blue
+Box = tuple[np.ndarray, Colour, str]  # xyxy, and the colour and the name to draw
+
 IMAGE_SIDE = 480  # longer side of an image for a page, in pixels; the page shows it at about half that size
 NAME_SIZE = 20  # font size of the names on the image
 
@@ -20,28 +23,24 @@ OTHERS = (255, 255, 255)  # all other boxes, drawn with thin lines
 BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
 
 
-def colour_of(region: int) -> tuple[int, int, int]:
+def colour_of(region: int) -> Colour:
     """Return the RGB colour of a region's box and name. Regions are numbered from 1; 0 is the whole image."""
     return BOX_COLOURS[(region - 1) % len(BOX_COLOURS)]
 
 
-def ink_on(colour: tuple[int, int, int]) -> tuple[int, int, int]:
+def ink_on(colour: Colour) -> Colour:
     """Return black or white, whichever is easier to read on an RGB colour."""
     linear = [(part / 255) ** 2.2 for part in colour]
     return (0, 0, 0) if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.25 else (255, 255, 255)
 
 
-def draw_boxes(
-    sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = IMAGE_SIDE
-) -> Image.Image:
+def draw_boxes(sample: Sample, boxes: Sequence[Box], side: int = IMAGE_SIDE) -> Image.Image:
     """Draw boxes on a sample's image; `boxes` and `side` are as in draw_boxes_on."""
     stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
     return draw_boxes_on(stored.convert("RGB"), boxes, side)
 
 
-def draw_boxes_on(
-    image: Image.Image, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = IMAGE_SIDE
-) -> Image.Image:
+def draw_boxes_on(image: Image.Image, boxes: Sequence[Box], side: int = IMAGE_SIDE) -> Image.Image:
     """Draw boxes on an RGB image, later ones on top of earlier ones.
 
     Each of `boxes` is (xyxy [4] in pixels of `image`, RGB colour, name); "" draws no name. `side` is the length of the

@@ -154,12 +154,6 @@ def apply_deltas(
     return torch.stack([x - half_width, y - half_height, x + half_width, y + half_height], dim=-1)
 
 
-def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
-    """Clip boxes [..., 4] to the image: 0 <= x <= width, 0 <= y <= height."""
-    x1, y1, x2, y2 = boxes.unbind(-1)
-    return torch.stack([x1.clamp(0, width), y1.clamp(0, height), x2.clamp(0, width), y2.clamp(0, height)], dim=-1)
-
-
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Return the `count` highest scores of each image, best first, and the matching rows of `others` [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
@@ -340,7 +334,7 @@ class FasterRCNN(nn.Module):
             scores, boxes, deltas = _take_best(config.pre_nms, scores, boxes, deltas)
         boxes = apply_deltas(deltas.flatten(0, 1), boxes.flatten(0, 1), plus_one=caffe).unflatten(0, scores.shape)
         finite = torch.isfinite(boxes).all(dim=2) & (scores > -torch.inf)
-        boxes = clip_boxes(boxes, height - caffe, width - caffe)
+        boxes = torchvision.ops.clip_boxes_to_image(boxes, (height - caffe, width - caffe))
         sides = boxes[..., 2:] - boxes[..., :2] + caffe
         least = torch.tensor([[[config.minimum_side * scale]] for scale in scales or [1.0] * len(logits)])
         least = least.to(boxes.device, non_blocking=True)
@@ -404,7 +398,7 @@ class FasterRCNN(nn.Module):
         extra = self.config.box_arithmetic == "plus_one"
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
         moved = apply_deltas(own, proposals, self.config.box_weights, plus_one=extra)
-        return clip_boxes(moved, height - extra, width - extra)
+        return torchvision.ops.clip_boxes_to_image(moved, (height - extra, width - extra))
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
         """Return a faster copy of the network, with the same outputs up to rounding.

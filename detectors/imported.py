@@ -147,7 +147,9 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, lo
     Returns `status: detail` if the proportions differ or no box has an area.
     """
     width, height = size
-    if not _same_shape(size, (sample.width, sample.height)):
+    stored = np.array([sample.width, sample.height])
+    # The same proportions may differ by a rounding error of one pixel per side.
+    if ((stored - 1) / size).max() > ((stored + 1) / size).min():
         return (
             f"size_mismatch: {location} is for an image of {width}x{height}, which does not have the proportions of "
             f"the stored {sample.width}x{sample.height}"
@@ -161,13 +163,6 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, lo
     arrays = {name: getattr(regions, name) for name in ("scores", "labels", "class_probs", "features")}
     arrays = {name: array if array is None else array[kept] for name, array in arrays.items()}
     return dataclasses.replace(regions, boxes=boxes[kept], **arrays)
-
-
-def _same_shape(size: tuple[int, int], stored: tuple[int, int]) -> bool:
-    """Return True if both sizes have the same proportions, up to a rounding error of one pixel per side."""
-    least = max((side - 1) / before for side, before in zip(stored, size, strict=True))
-    most = min((side + 1) / before for side, before in zip(stored, size, strict=True))
-    return least <= most
 
 
 # --- the fields of a row ----------------------------------------------------------------------------------------------

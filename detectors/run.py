@@ -66,12 +66,10 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         return False
     rows, samples = [], []
     for row, result in _detect_rows(catalog, manifest, detector):
+        status, _, detail = (OK if isinstance(result, Sample) else result).partition(": ")
+        rows.append(Row(row["row"], row["key"], status, detail, row["url"], row["license"]))
         if isinstance(result, Sample):
-            rows.append(Row(row["row"], row["key"], OK, url=row["url"], license=row["license"]))
             samples.append(result)
-        else:
-            status, _, detail = result.partition(": ")
-            rows.append(Row(row["row"], row["key"], status, detail, row["url"], row["license"]))
     processed = [row for row in rows if row.status in (OK, NO_REGIONS, *_FAULTS)]
     if len(processed) > 1 and all(row.status in _FAULTS for row in processed):
         raise ValueError(
@@ -186,11 +184,7 @@ def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
     return dataclasses.replace(network, **config.network_overrides)
 
 
-def detect(
-    root: Root,
-    dataset: Dataset,
-    config: Annotated[DetectionConfig, Flat],
-) -> None:
+def detect(root: Root, dataset: Dataset, config: Annotated[DetectionConfig, Flat]) -> None:
     """Detect regions in every image shard that this detector has not processed yet.
 
     The detector is a network, an annotation file, or another project's feature files:

@@ -56,13 +56,14 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
     wanted = min(settings.minimum, len(boxes))
     # Only probabilities above a floor are considered. The result is still exact: a box is suppressed only by a more
     # probable one of the same class, so probabilities below the floor change nothing above it.
+    passes = np.greater if settings.strict else np.greater_equal
     floor = settings.threshold
     confidence = surviving_confidence(overlaps, probs, floor)
-    while floor > 0 and np.count_nonzero(_passes(confidence, floor, settings)) < wanted:
+    while floor > 0 and np.count_nonzero(passes(confidence, floor)) < wanted:
         floor = floor * _LOWER_BY if floor > _LOWEST_FLOOR else 0.0
         confidence = surviving_confidence(overlaps, probs, floor)
 
-    kept = np.flatnonzero(_passes(confidence, settings.threshold, settings))
+    kept = np.flatnonzero(passes(confidence, settings.threshold))
     if settings.minimum <= len(kept) <= settings.maximum:
         return kept
     count = wanted if len(kept) < settings.minimum else settings.maximum
@@ -84,10 +85,6 @@ def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float =
     for boxes in order[: candidates.sum(axis=0).max()]:  # step k handles the box of rank k in each class
         alive &= ~(overlaps[:, boxes] & alive[boxes, columns])
     return np.where(alive & candidates, probs, np.float32(0)).max(axis=1)
-
-
-def _passes(confidence: np.ndarray, threshold: float, settings: SelectionSettings) -> np.ndarray:
-    return confidence > threshold if settings.strict else confidence >= threshold
 
 
 def find_overlaps(boxes: np.ndarray, settings: SelectionSettings) -> np.ndarray:

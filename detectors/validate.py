@@ -59,7 +59,8 @@ def validate(
         objects = image.boxes * np.array([width / image.width, height / image.height] * 2, np.float32)
         correct = match_detections(detections, objects, image.labels, IOU_THRESHOLD)
         rows.append((index, detections.labels, detections.scores, correct, image.labels))
-        covered += _count_covered(proposals, objects)
+        iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))
+        covered += int((iou >= IOU_THRESHOLD).any(dim=1).sum())
     network.train(training)
     # Sorted by image, so that the order of equal scores does not depend on the number of ranks.
     rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
@@ -71,11 +72,3 @@ def validate(
     if bad:
         metrics["unreadable_images"] = bad
     return metrics, [row | {"class": classes[row["class"]]} for row in results]
-
-
-def _count_covered(proposals: np.ndarray, objects: np.ndarray) -> int:
-    """Count the objects [G, 4] that have an IoU of at least IOU_THRESHOLD with a proposal [P, 4]."""
-    if not len(proposals) or not len(objects):
-        return 0
-    iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))
-    return int((iou.amax(dim=1) >= IOU_THRESHOLD).sum())

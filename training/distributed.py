@@ -48,7 +48,10 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
     ranks wait for one another.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        _end_with_parent()
+        # The kernel kills this rank when torchrun ends, so that it cannot train alongside a restarted run.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != _PARENT:  # torchrun has already ended
+            os.kill(os.getpid(), signal.SIGKILL)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -57,13 +60,6 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
     if size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
     return World(rank, size, device)
-
-
-def _end_with_parent() -> None:
-    """Make the kernel kill this rank when torchrun ends, so that it cannot train alongside a restarted run."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != _PARENT:  # torchrun has already ended
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def peer_failure(error: BaseException) -> str | None:

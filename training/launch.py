@@ -9,7 +9,6 @@ if a signal ended that rank. It exits with 75 if torchrun itself received SIGTER
 On several SLURM nodes, docker/slurm/rendezvous.sh gives torchrun the rendezvous address.
 """
 
-import argparse
 import logging
 import os
 import signal
@@ -40,26 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     # Without it, restarted ranks try to connect to ended ones (https://github.com/pytorch/pytorch/issues/135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    sys.exit(launch(options))
-
-
-def launch(options: argparse.Namespace) -> int:
-    """Run torchrun and return its exit status (see the module's docstring)."""
     try:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
-            return failure.exitcode
+            sys.exit(failure.exitcode)
         print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)
-        return 128 - failure.exitcode
+        sys.exit(128 - failure.exitcode)
     except RendezvousError as error:
-        fault = type(error).__name__
-        print(f"training.launch: another node did not join, or has ended; see its error ({fault})", file=sys.stderr)
-        return 1
+        sys.exit(f"training.launch: another node did not join, or has ended; see its error ({type(error).__name__})")
     except SignalException:
-        return STOPPED
-    return 0
+        sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
         _ErrorsAsItems(data),
         sampler=steps,
         batch_size=None,
-        collate_fn=_identity,
+        collate_fn=lambda item: item,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         # Forked workers share the data that is already in memory; spawned ones would get a copy. They take no lock that
@@ -80,7 +80,3 @@ class _ErrorsAsItems(Dataset):
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     ignore_group_signals()
-
-
-def _identity(item: Any) -> Any:
-    return item

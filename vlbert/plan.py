@@ -78,6 +78,7 @@ THROUGHPUT = {
     ("cpu", "vg_resnet101", "fp32"): Figure(1 / 13.4, _CPU),
 }
 PRICES = {"h100": 2.5, "h200": 3.5, "cpu": 0.2}  # euros per hour for a card, or for a machine without one
+_DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cuda", precision="bf16-res5")
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
@@ -102,16 +103,6 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     moments = 1 if recipe.optimizer.kind == "sgd" else 2
     trainable = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     return sum(tensor.nbytes for tensor in model.state_dict().values()) + moments * trainable
-
-
-def region_bytes(config: DetectionConfig, regions: float) -> float:
-    """Return the bytes that `regions` regions of one image take in a shard, including features if they are kept."""
-    network = dataclasses.replace(PRESETS[config.preset or "vg_resnet101"], **config.network_overrides)
-    size = 16 + 4 + 4 + 2 * (1 + network.num_classes) + (8 if network.num_attributes else 0)
-    return regions * (size + (2 * network.resnet.res5_channels if config.keep_features else 0)) + _TAR_MEMBER
-
-
-_DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cuda", precision="bf16-res5")
 
 
 @dataclass(frozen=True)
@@ -150,6 +141,10 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     check_shares(recipe.data, settings.cards)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
+    preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")
+    network = dataclasses.replace(PRESETS[preset], **detection.network_overrides)
+    channels = network.resnet.res5_channels if detection.keep_features else 0
+    region_bytes = 16 + 4 + 4 + 2 * (1 + network.num_classes + channels) + (8 if network.num_attributes else 0)
     rows, drawn = settings.rows or 0, []
     if settings.list:
         file = Path(settings.list)
@@ -157,19 +152,18 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
         rows, drawn = sample_rows(read_rows(file, find_reading(file, settings.columns)), size)
     share, image, collected = SHARE, IMAGE_BYTES, COLLECTED
     if settings.sample is not None:
-        share, image, collected = download_sample(drawn, settings)
+        share, image, collected = asyncio.run(download_sample(drawn, settings))
     texts = [len(row.caption.encode()) + len(row.url.encode()) for row in drawn if not row.status] or [225]
     least, most = detection.selection.minimum, detection.selection.maximum
     regions = (least + most) / 2 if settings.regions is None else settings.regions
     images = round(rows * share.value)
     plain = 2 * _TAR_MEMBER + image.value + 250 + sum(texts) / len(texts)
-    with_regions = plain + region_bytes(detection, regions)
-    preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")
+    with_regions = plain + (regions * region_bytes + _TAR_MEMBER)
     detecting = THROUGHPUT.get((settings.card if on_card else "cpu", preset, detection.precision))
     price = PRICES[settings.card] if settings.price is None else settings.price
     detecting_price = price if on_card else PRICES["cpu"]
     pairs, training = recipe.steps * recipe.data.batch, pretraining_rate(recipe, settings.card)
-    kept = recipe.keep_checkpoints * checkpoint_bytes(recipe, PRESETS[preset].num_classes)
+    kept = recipe.keep_checkpoints * checkpoint_bytes(recipe, network.num_classes)
     return {
         "recipe": recipe.name,
         "rows": rows,
@@ -197,17 +191,13 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
     return count, drawn
 
 
-def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Figure, Figure, Figure]:
+async def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> list[Figure]:
     """Download sampled rows, and return the share with a distinct image, bytes per image, and rows per second."""
     distinct = list({row.key: row for row in rows if not row.status}.values())
-
-    async def download(spool: Spool) -> list:
-        async with Downloader(settings.download) as downloader:
-            return await downloader.download(distinct, spool)
-
     begin = time.monotonic()
     with Spool() as spool:
-        done = asyncio.run(download(spool))
+        async with Downloader(settings.download) as downloader:
+            done = await downloader.download(distinct, spool)
         sizes = [row.image.length for row in done if row.image]
     seconds = max(time.monotonic() - begin, 1e-3)
     counts = ", ".join(f"{count} {status}" for status, count in Counter(str(row.status) for row in done).most_common())
@@ -217,8 +207,7 @@ def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> tuple[Fig
             "machine's network and --download.allowed_hosts HOST:PORT, or plan without --sample"
         )
     values = len(sizes) / len(rows), sum(sizes) / len(sizes), len(done) / seconds
-    share, size, rate = (Figure(value, f"a sample of {len(done)} URLs: {counts}") for value in values)
-    return share, size, rate
+    return [Figure(value, f"a sample of {len(done)} URLs: {counts}") for value in values]
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:

@@ -16,14 +16,6 @@ from detectors.weights.releases import convert
 from storage.programs import Command, Positional
 
 
-def _read_first_names(file: Path, kind: str, count: int) -> list[str]:
-    """Read the first name of each line. Raises ValueError if the file does not have `count` lines."""
-    names = [synonyms[0] for synonyms in read_names(file)]
-    if len(names) != count:
-        raise ValueError(f"{file} names {len(names)} {kind}, but the weights have {count}, without the background")
-    return names
-
-
 def convert_detector(
     source: Annotated[Path, Positional, tyro.conf.arg(metavar="IN")],
     out: Annotated[Path, Positional, tyro.conf.arg(metavar="OUT")],
@@ -47,7 +39,12 @@ def convert_detector(
         counts = {"classes": 0, "attributes": 0}
     for kind, file in {"classes": classes, "attributes": attributes}.items():
         if file:
-            metadata[kind] = _read_first_names(file, kind, counts[kind])
+            names, count = [synonyms[0] for synonyms in read_names(file)], counts[kind]
+            if len(names) != count:
+                raise ValueError(
+                    f"{file} names {len(names)} {kind}, but the weights have {count}, without the background"
+                )
+            metadata[kind] = names
     out.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_weights(out, converted.tensors, metadata)
     heads = f"{counts['classes']} classes, {counts['attributes']} attributes, anchors {metadata.get('anchors', 'none')}"

@@ -124,11 +124,10 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     texts = {key: json.dumps(value) for key, value in sorted(metadata.items())}
     header = json.dumps({"__metadata__": texts} | json.loads(saved[8 : 8 + length]), separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    data = memoryview(saved)[8 + length :]
     part = file.with_name(f"{file.name}.part")
     with open(part, "wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
-        stream.write(data)
+        stream.write(memoryview(saved)[8 + length :])
     part.replace(file)
     return sha256_of(file)
 

@@ -61,9 +61,7 @@ def _find_incompatible_parts(
     check_resnet(config.resnet, file, ("stride_in_1x1", "res5_dilated", "stem_pool"), "network.resnet")
     metadata, own = read_metadata(file), network.proposal_generator.cell_anchors
     theirs = metadata["network"] or config
-    anchors = tensors.pop(ANCHORS, None)
-    if anchors is None:
-        anchors = cell_anchors(theirs)
+    anchors = tensors.pop(ANCHORS, cell_anchors(theirs))
     new = set()
     if anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3):
         new.add(RPN)

@@ -51,8 +51,8 @@ class Blocks:
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False
-        batches = {number: _to_plain(predictions) for number, predictions in self._unwritten.items()}
-        self.store.put(f"{self.prefix}{min(batches):09d}.mp", msgpack.packb(batches, default=_from_array))
+        batches = msgpack.packb(self._unwritten, default=_to_plain)
+        self.store.put(f"{self.prefix}{min(self._unwritten):09d}.mp", batches)
         self._unwritten, self._written = {}, time.monotonic()
         return True
 
@@ -63,17 +63,14 @@ def delete_blocks(store: ObjectStore, folder: str) -> None:
         store.delete(info.path)
 
 
-def _to_plain(predicted: Predicted) -> list:
-    unreadable = {number: [entry.step, entry.key, entry.reason] for number, entry in predicted.unreadable.items()}
-    return [predicted.numbers, predicted.rows, predicted.shuffled, unreadable]
-
-
 def _from_plain(plain: list) -> Predicted:
     numbers, rows, shuffled, unreadable = plain
     return Predicted(numbers, rows, shuffled, {number: Unreadable(*entry) for number, entry in unreadable.items()})
 
 
-def _from_array(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Predicted | Unreadable):
+        return list(vars(value).values())  # in the order of the fields
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, np.ndarray):

@@ -18,7 +18,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import tyro
@@ -55,9 +54,7 @@ from vlbert.validate import Predicted, last_reason, predict_all
 
 
 def load_task_model(
-    checkpoint: Checkpoint,
-    changes: Mapping[str, Any] = MappingProxyType({}),
-    recipe: Recipe | None = None,
+    checkpoint: Checkpoint, changes: Mapping[str, Any] | None = None, recipe: Recipe | None = None
 ) -> tuple[TaskModel, Recipe]:
     """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
@@ -80,7 +77,7 @@ def load_task_model(
     trained = recipe_of(checkpoint)
     settings = recipe.task if zero_shot else trained.task
     recipe = recipe or trained
-    recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes)
+    recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes or {})
     task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
     restore_saved(task, checkpoint)
     model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size), task)
@@ -115,12 +112,7 @@ def _load_pretrained(model: TaskModel, checkpoint: Checkpoint) -> None:
 
 
 def evaluate(
-    recipe: Recipe,
-    paths: Sequence[str],
-    split: str,
-    changes: Mapping[str, Any],
-    out: str | None,
-    world: World,
+    recipe: Recipe, paths: Sequence[str], split: str, changes: Mapping[str, Any], out: str | None, world: World
 ) -> dict[str, Any]:
     """Evaluate checkpoints on a split. Returns the content of metrics.json on rank 0, and {} on other ranks.
 

@@ -63,25 +63,21 @@ def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -
 
     Answers without ground truth are left out. If there are few answers, each is in only one of the two lists.
     """
-    indexes = [(number, row) for number, each in enumerate(predicted) for row in range(len(each.rows))]
-    scored = [index for index in indexes if _get_row(predicted, index)["score"] is not None]
-
-    def signed_confidence(index: RowIndex) -> float:
-        row = _get_row(predicted, index)
-        return (2 * row["score"] - 1) * row["probability"]
-
-    ordered = sorted(scored, key=signed_confidence)
+    signed_confidence = {
+        (number, index): (2 * row["score"] - 1) * row["probability"]
+        for number, each in enumerate(predicted)
+        for index, row in enumerate(each.rows)
+        if row["score"] is not None
+    }
+    ordered = sorted(signed_confidence, key=signed_confidence.__getitem__)
     half = (len(ordered) + 1) // 2
     return ordered[:half][:count], ordered[half:][::-1][:count]
 
 
-def _get_row(predicted: Sequence[SplitPredictions], index: RowIndex) -> dict[str, Any]:
-    return predicted[index[0]].rows[index[1]]
-
-
 def _draw_row(predicted: Sequence[SplitPredictions], index: RowIndex) -> dict[str, Any]:
-    of_checkpoint, row = predicted[index[0]], _get_row(predicted, index)
-    sample = of_checkpoint.examples.samples[of_checkpoint.numbers[index[1]]]
+    number, position = index
+    of_checkpoint, row = predicted[number], predicted[number].rows[position]
+    sample = of_checkpoint.examples.samples[of_checkpoint.numbers[position]]
     try:
         image = draw_answer(of_checkpoint.samples.sample(int(sample)), row)
     except (OSError, ValueError):  # with precomputed features, the image may not decode
