@@ -11,13 +11,7 @@ from tiny_detector import TINY
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import FasterRCNN
 from detectors.resnet import Res5, ResNetC4
-from detectors.weights.files import (
-    ANCHORS,
-    ATTRIBUTE_HEAD,
-    load_resnet,
-    load_weights,
-    write_weights,
-)
+from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, load_resnet, load_weights, write_weights
 from detectors.weights.init_from import init_from
 
 HEAD = "roi_heads.box_predictor."
