@@ -30,9 +30,8 @@ NUMBERS = {"refcoco": (0.8125, 0.4219, 0.2656)}
 
 
 def text_of(page: str) -> str:
-    """The words of the page, without its style."""
-    words = re.sub(r"<[^>]*>", " ", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
-    return re.sub(r"\s+", " ", html.unescape(words))
+    """The words of the page."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def commit_images(root: Path, dataset: str, files: Sequence[Path], captions: Sequence[str], *failed: Row) -> None:
@@ -93,8 +92,6 @@ def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: s
     text = text_of(page)
     for words in (HOSTILE, "javascript:alert(1)//<i>", '<b onclick="x()">'):
         assert words in text
-    assert "<b onclick" not in page
-    assert not re.search(r"<(script|link|iframe|object|embed|base|form)\b", page)
-    assert not re.search(r'(src|href|data|action)="(?!data:image/)', page)
-    assert not re.search(r"url\(|@import", page)
+    asks = r"""<b onclick|<(script|link|iframe|object|embed|base|form)\b|(src|href|data|action)="(?!data:image/)"""
+    assert not re.search(asks + r"|url\(|@import", page)
     assert "default-src 'none'" in page
