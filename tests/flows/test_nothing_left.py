@@ -86,41 +86,29 @@ def checkpoints(root: str) -> list[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("event", "stage"), TABLE)
 def test_nothing_is_left_and_the_next_run_goes_on(
-    served: Operated, pipeline: dict, request: pytest.FixtureRequest, event: str, stage: str
+    served: Operated, pipeline: dict, collected: str, event: str, stage: str
 ):
+    lines = served.listen()
     if stage == "detection":
-        found = interrupted_detection(served, request.getfixturevalue("collected"), event)
+        before, left = committed(collected), waiting(collected)
+        run = detecting(served, collected)
+
+        def progress() -> list[str]:  # `kill -9` loses what the flow has not printed yet, so the test waits for it
+            return [line for line in lines() if " shards: " in line and "captions: " in line]
+
+        served.wait_for(run, lambda: len(committed(collected)) >= len(before) + 2 and progress(), 90)
+        found = interrupt(served, run, event, "vlbert detect")
+        assert before.items() <= committed(collected).items(), "a shard was committed twice"
+        assert f"captions: 1 of {left} shards: " in progress()[0], "it began with what the runs before it had left"
     else:
-        found = interrupted_training(served, pipeline, event)
+        run, before = training(served, pipeline)
+        found = interrupt(served, run, event, "vlbert.train")
+        resumes = f"pretrain resumes from {pipeline['root']}/runs/pretrain/"
+        assert not before or any(resumes + before[-1] in line for line in lines())
     print(f"\n| {event} | {stage} | {found} |")
     assert found["gone"] <= LEFT
     assert found["all_ended"] <= ALARM
     assert found["state"] == ("CANCELLED" if event == "cancel" else "CRASHED")
-
-
-def interrupted_detection(served: Operated, root: str, event: str) -> dict:
-    """Interrupt a detection after its first shards."""
-    before, lines, left = committed(root), served.listen(), waiting(root)
-    run = detecting(served, root)
-
-    def progress() -> list[str]:  # `kill -9` loses what the flow has not printed yet, so the test waits for it
-        return [line for line in lines() if " shards: " in line and "captions: " in line]
-
-    served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2 and progress(), 90)
-    found = interrupt(served, run, event, "vlbert detect")
-    assert before.items() <= committed(root).items(), "a shard was committed twice"
-    assert f"captions: 1 of {left} shards: " in progress()[0], "it began with what the runs before it had left"
-    return found
-
-
-def interrupted_training(served: Operated, pipeline: dict, event: str) -> dict:
-    """Interrupt a training on two processes after its first new checkpoint."""
-    root, lines = pipeline["root"], served.listen()
-    run, before = training(served, pipeline)
-    found = interrupt(served, run, event, "vlbert.train")
-    if before:
-        assert any(f"pretrain resumes from {root}/runs/pretrain/{before[-1]}" in line for line in lines())
-    return found
 
 
 def training(served: Operated, pipeline: dict) -> tuple[str, list[str]]:
