@@ -32,8 +32,6 @@ FOLDERS = [name.rstrip("*") for name in DECLARED["tool"]["setuptools"]["packages
 
 @dataclass
 class Installed:
-    """A virtual environment with the wheel and what it requires."""
-
     folder: Path
     wheel: Path
 

@@ -41,7 +41,6 @@ SPLITS = {"train2014": "train", "val2014": "val", "test2015": "test"}  # of VQA 
 
 @pytest.fixture(scope="module")
 def expressions(drawn: data.DemoData) -> refcoco.Expressions:
-    """RefCOCO+'s expressions by split and file name, as the task reads them."""
     return refcoco.read_expressions(drawn.refcoco)
 
 

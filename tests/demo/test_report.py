@@ -30,7 +30,6 @@ NUMBERS = {"refcoco": (0.8125, 0.4219, 0.2656)}
 
 
 def text_of(page: str) -> str:
-    """The words of the page."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
@@ -46,7 +45,6 @@ def commit_images(root: Path, dataset: str, files: Sequence[Path], captions: Seq
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of a root with all shards and the runs of one seed."""
     root = tmp_path_factory.mktemp("demo") / "my root"
     data = draw_demo_data(root / "data", TINY)
     scenes, tasks = AnnotatedDetector(data.annotations), AnnotatedDetector(data.refcoco_instances)

@@ -96,7 +96,6 @@ def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """24 images, annotated in COCO's format and in Visual Genome's."""
     folder = annotated_images(tmp_path_factory.mktemp("annotated") / "images", 24)
     coco = json.loads((folder / "coco.json").read_text())
     objects_of = {image["id"]: [] for image in coco["images"]}

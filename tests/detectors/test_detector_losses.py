@@ -63,7 +63,6 @@ def lively() -> FasterRCNN:
 
 
 def image(seed: int, width: int, *objects: tuple[float, ...], labels: list, attributes: list) -> Example:
-    """Noise, 64 pixels high, with these objects."""
     noise = 20 * torch.randn(3, 64, width, generator=seeded(seed)).permute(1, 2, 0)
     known = torch.tensor(labels), torch.tensor(attributes, dtype=torch.float32)
     return Example("", noise + torch.tensor(PIXEL_MEAN_BGR), boxes(*objects), *known, seed)

@@ -45,7 +45,6 @@ RUNS = {"whole": {}, "live": LIVE}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, images) -> Path:
-    """A root with the runs that others are held against."""
     root = tmp_path_factory.mktemp("root")
     for run, changes in RUNS.items():
         train(tiny_recipe(images, root, run_name=run, **changes), ALONE)

@@ -134,7 +134,6 @@ def test_caffe_drops_small_boxes_before_the_best_are_taken_and_detectron2_among_
 
 
 def random_outputs(images: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an RPN may say of so many images: logits and deltas."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(images, channels, 11, 14, generator=generator) for channels in (6, 24))
 
@@ -220,7 +219,6 @@ def stages(network: FasterRCNN) -> tuple[torch.Tensor, torch.Tensor, HeadOutputs
 
 
 def proposal_of_each(boxes: np.ndarray, proposals: torch.Tensor) -> np.ndarray:
-    """Which proposal each box of TURNED's regions is."""
     distance = np.abs(boxes[:, None] - (proposals.numpy() * TO_STORED)[None]).max(axis=2)
     assert distance.min(axis=1).max() < 1e-3
     return distance.argmin(axis=1)

@@ -104,7 +104,6 @@ def test_in_bfloat16_other_devices_fold_too(monkeypatch):
 
 
 def saved_by(compute: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, ...]]:
-    """The shapes of what is kept for the gradient of something computed from x."""
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: shapes.append(tensor.shape) or tensor, lambda t: t):
         compute(x)

@@ -30,7 +30,6 @@ ATTRIBUTE_NAMES = [f"like {number}" for number in range(released.ATTRIBUTES)]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One file of each release, as it is published."""
     folder = tmp_path_factory.mktemp("released")
     with_anchors = released.airsplay() | {released.ANCHORS: released.CAFFE_ANCHORS + 0.5}
     return {

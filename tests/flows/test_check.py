@@ -30,7 +30,6 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
 
 @pytest.fixture
 def parameters(demo_data: DemoData) -> dict:
-    """Those of the demo's pipeline."""
     return flow_parameters(Path("r"), demo_data, seed=0, processes=1)
 
 

@@ -30,7 +30,6 @@ from storage.object_store import StorageUnreachable
 
 
 def newest(served: Operated, flow: str) -> dict:
-    """The last run of this flow."""
     return served.ask("POST", "/flow_runs/filter", flows={"name": {"any_": [flow]}}, sort="START_TIME_DESC", limit=1)[0]
 
 

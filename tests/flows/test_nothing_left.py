@@ -63,7 +63,6 @@ def collect_rows(demo_data: DemoData, root: Path) -> str:
 
 
 def waiting(root: str) -> int:
-    """How many image shards the slow detector has not done."""
     return len(list(Path(root).glob("captions/images/*.parquet"))) - len(committed(root))
 
 
@@ -79,7 +78,6 @@ def detecting(served: Operated, root: str) -> str:
 
 
 def checkpoints(root: str) -> list[str]:
-    """The whole checkpoints of the pre-training, oldest first."""
     return sorted(file.parent.name for file in Path(root).glob("runs/pretrain/step-*/state.json"))
 
 
@@ -146,7 +144,6 @@ def cancel_by_command(served: Operated, run: str) -> None:
 
 
 def cancel_by_page(served: Operated, run: str) -> None:
-    """What the button of the flow UI asks for."""
     state = {"type": "CANCELLING", "name": "Cancelling", "message": "Cancelled from the Prefect UI"}
     served.ask("POST", f"/flow_runs/{run}/set_state", state=state)
 
@@ -179,7 +176,6 @@ def cancelled(served: Operated, run: str, which: str, cancel: Callable[[Operated
 
 
 def stage_of(served: Operated, run: str) -> str:
-    """The stage of the pipeline that is at work."""
     (stage,) = [one["id"] for one in served.below(run) if one["state_type"] == "RUNNING"]
     return stage
 
@@ -194,7 +190,6 @@ def three_at_a_time(served: Operated) -> Iterator[None]:
 
 
 def others_of(served: Operated, run: str) -> list[str]:
-    """The runs that `run` has started on other machines."""
     found = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": [f"with:{run}"]}})
     return [one["id"] for one in found]
 

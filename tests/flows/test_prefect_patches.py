@@ -170,7 +170,6 @@ class Deployed:
         return self.client.read_flow_run(run.id)
 
     def places(self) -> int:
-        """How many the server believes to be taken."""
         return self.client.read_global_concurrency_limit_by_name(f"deployment:{self.id}").active_slots
 
     def seconds_left(self, run: FlowRun) -> float | None:

@@ -20,7 +20,6 @@ def components() -> dict[str, np.ndarray]:
 
 
 def steps(start: np.ndarray, gradients: np.ndarray, config: OptimizerConfig) -> np.ndarray:
-    """The weight after each update."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.tensor(start, dtype=torch.float32))
     optimizer, after = make_optimizer(model, config), []
