@@ -43,14 +43,16 @@ def test_a_table_counts_every_status_and_shows_text_of_the_web_as_plain_words(tm
 def test_curves_show_what_was_measured_and_a_long_line_is_thinned(tmp_path: Path):
     store = open_store(str(tmp_path))
     assert draw_curves(store, "r") is None
-    lines = [{"kind": "training", "step": step, "loss_words": 1 / step, "data_wait": 0.5} for step in range(1, 21)]
+    logged = {"kind": "training", "data_wait": 0.5, "learning_rate": 0.0002}
+    lines = [logged | {"step": step, "loss_words": 1 / step} for step in range(1, 21)]
     measured = {"words_accuracy": 0.5, "sbu/words_accuracy": 0.25, "accuracy/yes/no": 1.0, "seconds": 3.0}
     lines.append({"kind": "validation", "step": 20} | measured)
     store.put("runs/r/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
     image = draw_curves(store, "r")
     svg = base64.b64decode(image.removeprefix("data:image/svg+xml;base64,"), validate=True).decode()
-    for shown in ("r: training loss", "loss_words 0.050", "r: validation, sbu", "words_accuracy 0.250"):
+    for shown in ("r: training loss", "loss_words 0.050", "learning_rate 0.0002", "words_accuracy 0.500"):
         assert shown in svg
+    assert re.search("r: validation, sbu(?s:.*)words_accuracy 0.250", svg)
     assert not re.search("data_wait|seconds|yes/no", svg)
     assert draw_curves(store, "r") == image, "no date, no random ids"
 
