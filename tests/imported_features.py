@@ -14,9 +14,7 @@ import lmdb
 import numpy as np
 
 BOTTOM_UP = ["image_id", "image_w", "image_h", "num_boxes", "boxes", "features"]
-LXMERT = ["img_id", "img_h", "img_w", "objects_id", "objects_conf", "attrs_id", "attrs_conf"]
-LXMERT += ["num_boxes", "boxes", "features"]
-WITH_PROBS = [*BOTTOM_UP, "cls_prob"]
+LXMERT = ["img_id", "img_h", "img_w", "objects_id", "objects_conf", "attrs_id", "attrs_conf", *BOTTOM_UP[3:]]
 CLASSES = 8
 
 
@@ -33,21 +31,19 @@ class ImageFeatures:
 
     def by_name(self, background_last: bool = False) -> dict[str, Any]:
         """Every field of every format; the names of the formats are those of their projects."""
-        count, classes = len(self.boxes), self.class_probs[:, 1:]
-        probs = np.roll(self.class_probs, -1, axis=1) if background_last else self.class_probs
-        found = {"num_boxes": count, "num_bbox": count, "features": self.features, "x": self.features}
-        for names, value in (
-            (("boxes", "bbox"), self.boxes),
-            (("image_id", "img_id"), self.name),
-            (("image_w", "img_w"), self.width),
-            (("image_h", "img_h"), self.height),
-            (("classes", "cls_prob"), probs),
-            (("objects_id", "obj_id"), classes.argmax(axis=1)),
-            (("objects_conf", "obj_conf"), classes.max(axis=1)),
-            (("attrs_id", "attrs_conf"), np.zeros(count)),  # which nobody reads
-        ):
-            found |= dict.fromkeys(names, value)
-        return found
+        values = {
+            "num_boxes num_bbox": len(self.boxes),
+            "features x": self.features,
+            "boxes bbox": self.boxes,
+            "image_id img_id": self.name,
+            "image_w img_w": self.width,
+            "image_h img_h": self.height,
+            "classes cls_prob": np.roll(self.class_probs, -1, axis=1) if background_last else self.class_probs,
+            "objects_id obj_id": self.class_probs[:, 1:].argmax(axis=1),
+            "objects_conf obj_conf": self.class_probs[:, 1:].max(axis=1),
+            "attrs_id attrs_conf": np.zeros(len(self.boxes)),  # which nobody reads
+        }
+        return {name: value for names, value in values.items() for name in names.split()}
 
 
 def image_features(

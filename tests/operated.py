@@ -54,12 +54,10 @@ class Operated:
             return False
 
     def start(self, deployment: str, **parameters: object) -> str:
-        """Ask for a run of flow/name, as the UI does; its id."""
         known = self.ask("GET", f"/deployments/name/{deployment}")
         return self.ask("POST", f"/deployments/{known['id']}/create_flow_run", parameters=parameters)["id"]
 
     def complete(self, deployment: str, **parameters: object) -> str:
-        """A run of flow/name that has completed; its id."""
         run = self.start(deployment, **parameters)
         self.wait_for(run, lambda: self.state(run) in ENDED, 180)
         assert self.state(run) == "COMPLETED", self.account(run)

@@ -29,25 +29,24 @@ CAFFE_ANCHORS = np.float32(
         *((-14, -36, 29, 51), (-36, -80, 51, 95), (-80, -168, 95, 183), (-168, -344, 183, 359)),
     ]
 )
-# (pattern, centre, spread): weights of a network in which signals neither die nor explode.
-_FILL = (
-    (r"running_var$", 1.0, 0.0),
-    (r"running_mean$", 0.0, 0.1),
-    (r"(conv3\.norm|bn3)\.weight$", 0.4, 0.05),
-    (r"(norm|bn\d|downsample\.1)\.weight$", 1.0, 0.1),
-    (r"(norm|bn\d|downsample\.1)\.bias$", 0.0, 0.1),
-    (r"\.bias$", 0.0, 0.3),
-)
+# Last words of a name -> centre and spread: of a network in which signals neither die nor explode.
+_FILL = {
+    "running_var": (1.0, 0.0),
+    "running_mean": (0.0, 0.1),
+    "conv3.norm.weight": (0.4, 0.05),
+    "norm.weight": (1.0, 0.1),
+    "norm.bias": (0.0, 0.1),
+    "bias": (0.0, 0.3),
+}
 _GAINS = {"stem.conv1": 0.02, "anchor_deltas": 0.3, "cls_score": 4.0, "bbox_pred": 2.0, "attr": 2.0}
 
 
 def fill(name: str, *shape: int) -> np.ndarray:
     draw = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    for pattern, centre, spread in _FILL:
-        if re.search(pattern, name):
-            return (centre + spread * draw).astype(np.float32)
-    gain = next((gain for part, gain in _GAINS.items() if part in name), 1.4)
-    return (gain * draw / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+    centre, spread = next((found for words, found in _FILL.items() if name.endswith(words)), (0.0, None))
+    if spread is None:
+        spread = next((gain for part, gain in _GAINS.items() if part in name), 1.4) / np.sqrt(np.prod(shape[1:]))
+    return (centre + spread * draw).astype(np.float32)
 
 
 def resnet(norm: str = "frozen") -> Tensors:

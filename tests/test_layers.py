@@ -60,10 +60,9 @@ def test_a_file_imports_only_what_stands_to_its_right(file):
         assert "torch" not in packages
 
 
-@pytest.mark.parametrize("function", ["Image.open", "from_pretrained"])
-def test_readers_of_foreign_files_name_what_they_take(function):
+@pytest.mark.parametrize(("function", "wanted"), [("Image.open", "formats"), ("from_pretrained", "trust_remote_code")])
+def test_readers_of_foreign_files_name_what_they_take(function, wanted):
     """Pillow: which formats. transformers: no code of others."""
-    wanted = {"Image.open": "formats", "from_pretrained": "trust_remote_code"}[function]
     calls = [
         (file, call.lineno, {keyword.arg for keyword in call.keywords})
         for file in [*FILES, *(path.relative_to(PROJECT) for path in (PROJECT / "demo").rglob("*.py"))]

@@ -34,15 +34,12 @@ def scaled(report: dict[str, Any], printed: str) -> None:
     assert large["open an index"]["requests"] == small["open an index"]["requests"]
 
 
+SMALL_LOADER = "--samples 64 --per-shard 32 --images 8 --index 5000 --tokens 100000 --rounds 1"
 # Program -> arguments, and what must hold of its JSON and of what it prints.
 PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
     "detect": (["--preset", "demo", "--count", "1", "--rounds", "1"], detected),
     "download": (["--images", "50", "--rounds", "1", "--rows", "0"], downloaded),
-    "loader": (
-        ["--samples", "64", "--per-shard", "32", "--images", "8", "--index", "5000", "--tokens", "100000"]
-        + ["--rounds", "1"],
-        loaded,
-    ),
+    "loader": (SMALL_LOADER.split(), loaded),
     "scale": (["--rows", "2000", "4000", "--per-shard", "100"], scaled),
 }
 

@@ -30,9 +30,7 @@ NUMBERS = {"refcoco": (0.8125, 0.4219, 0.2656)}
 
 
 def text_of(page: str) -> str:
-    """The words of the page, without its style."""
-    words = re.sub(r"<[^>]*>", " ", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
-    return re.sub(r"\s+", " ", html.unescape(words))
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def commit_images(root: Path, dataset: str, files: Sequence[Path], captions: Sequence[str], *failed: Row) -> None:
@@ -47,7 +45,6 @@ def commit_images(root: Path, dataset: str, files: Sequence[Path], captions: Seq
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of a root with all shards and the runs of one seed."""
     root = tmp_path_factory.mktemp("demo") / "my root"
     data = draw_demo_data(root / "data", TINY)
     scenes, tasks = AnnotatedDetector(data.annotations), AnnotatedDetector(data.refcoco_instances)
@@ -93,8 +90,6 @@ def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: s
     text = text_of(page)
     for words in (HOSTILE, "javascript:alert(1)//<i>", '<b onclick="x()">'):
         assert words in text
-    assert "<b onclick" not in page
-    assert not re.search(r"<(script|link|iframe|object|embed|base|form)\b", page)
-    assert not re.search(r'(src|href|data|action)="(?!data:image/)', page)
-    assert not re.search(r"url\(|@import", page)
+    asks = r"""<b onclick|<(script|link|iframe|object|embed|base|form)\b|(src|href|data|action)="(?!data:image/)"""
+    assert not re.search(asks + r"|url\(|@import", page)
     assert "default-src 'none'" in page

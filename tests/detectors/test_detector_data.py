@@ -53,18 +53,15 @@ def test_a_line_of_a_list_names_an_image_by_its_file(tmp_path):
     assert ids(found) == (["1", "2", "4", "5", "6"], ["3"])
 
 
-@pytest.mark.parametrize(
-    ("train_list", "held_out_list", "message"),
-    [
+def test_lists_that_divide_nothing_are_refused(tmp_path):
+    images = {1: "a/1.jpg", 2: "b/1.jpg", 3: "b/3.jpg", 4: "4.jpg"}
+    for train, held_out, message in (
         ("3.jpg\n4.jpg\n", "3.jpg\n", "share 1 images, such as 3"),
         ("3.jpg\n", "elsewhere.jpg\n", "held_out_list.txt matches none of the 4"),
         ("3.jpg\n1.jpg\n", "4.jpg\n", "train_list.txt:2: 1.jpg matches 2 images"),
-    ],
-)
-def test_lists_that_divide_nothing_are_refused(tmp_path, train_list, held_out_list, message):
-    images = {1: "a/1.jpg", 2: "b/1.jpg", 3: "b/3.jpg", 4: "4.jpg"}
-    with pytest.raises(ValueError, match=message):
-        read_ground_truth(coco(tmp_path, images, train_list=train_list, held_out_list=held_out_list))
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_ground_truth(coco(tmp_path, images, train_list=train, held_out_list=held_out))
 
 
 def test_crowds_are_skipped_and_images_that_no_list_names_may_be_absent(tmp_path):
@@ -83,30 +80,22 @@ def test_crowds_are_skipped_and_images_that_no_list_names_may_be_absent(tmp_path
     assert (ids(truth)[0], truth.skipped["boxes around many objects (iscrowd)"]) == (["2"], 1)
 
 
-def entries(**changes: Any) -> list[dict[str, Any]]:
+def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path):
     one = {"object_id": 1, "x": 5, "y": 5, "w": 20, "h": 20, "names": ["dog"]}
-    return [{"image_id": 1, "objects": [one | changes]}]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([None], r"\[0\] has the image_id None"),
-        ([{"image_id": 1}], r"\[0\] has no list `objects`"),
-        ([{"image_id": 1, "objects": [None]}], r"image 1, \[0\] has the names None"),
-        (entries(attributes="red"), r"image 1, \[0\] has the attributes 'red'"),
-        (entries(w=float("nan")), r"image 1, \[0\] has x, y, w, h \[5, 5, nan"),
-    ],
-)
-def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path, content, message):
     classes = write(tmp_path / "classes.txt", "dog\n")
-    with pytest.raises(ValueError, match=rf"objects\.json: {message}"):
-        read_ground_truth(DataConfig(objects=write(tmp_path / "objects.json", content), classes=classes))
+    for content, message in (
+        (None, r"\[0\] has the image_id None"),
+        ({"image_id": 1}, r"\[0\] has no list `objects`"),
+        ({"image_id": 1, "objects": [None]}, r"image 1, \[0\] has the names None"),
+        ({"image_id": 1, "objects": [one | {"attributes": "red"}]}, r"image 1, \[0\] has the attributes 'red'"),
+        ({"image_id": 1, "objects": [one | {"w": float("nan")}]}, r"image 1, \[0\] has x, y, w, h \[5, 5, nan"),
+    ):
+        with pytest.raises(ValueError, match=rf"objects\.json: {message}"):
+            read_ground_truth(DataConfig(objects=write(tmp_path / "objects.json", [content]), classes=classes))
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """24 images, annotated in COCO's format and in Visual Genome's."""
     folder = annotated_images(tmp_path_factory.mktemp("annotated") / "images", 24)
     coco = json.loads((folder / "coco.json").read_text())
     objects_of = {image["id"]: [] for image in coco["images"]}
@@ -132,14 +121,12 @@ def test_both_formats_give_the_same_ground_truth(images, tmp_path):
     plain[0]["objects"][0].pop("attributes")
     plain = write(tmp_path / "scene_graphs.json", plain)
     assert read_ground_truth(genome_data(images, objects=plain)).hash != coco.hash
-    assert (len(coco.train), len(coco.held_out)) == (16, 8)
-    assert coco.classes == tuple(CLASSES)
-    assert coco.attribute_names == ATTRIBUTES
+    assert (len(coco.train), len(coco.held_out), coco.skipped) == (16, 8, {})
+    assert (coco.classes, coco.attribute_names) == (tuple(CLASSES), ATTRIBUTES)
     first, sample = coco.train[1], tiny_sample(1, regions=2)
     np.testing.assert_array_equal(first.boxes, sample.regions.boxes)
     np.testing.assert_array_equal(first.labels, sample.regions.labels - 1)
     assert first.attributes == tuple((1,) if x2 - x1 > 22 else (0,) for x1, _, x2, _ in first.boxes)
-    assert coco.skipped == {}
 
 
 def test_what_cannot_be_used_is_left_out_and_counted(images, tmp_path):

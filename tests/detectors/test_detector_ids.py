@@ -13,6 +13,8 @@ from detectors.select import SelectionSettings
 from detectors.weights.files import describe_weights, read_config
 from storage.settings import parse
 
+SELECTION = "--selection.minimum=5 --selection.maximum=36 --selection.threshold=0.2 --selection.no_strict"
+SELECTION += " --selection.nms_threshold=0.4 --selection.plus_one"
 RANDOM = {"random_init": True, "seed": 3}
 WEIGHTS = describe_weights(SHIPPED_DETECTOR, read_config(SHIPPED_DETECTOR))
 CAFFE = dataclasses.replace(DEMO, resize="caffe", box_arithmetic="plus_one", minimum_side=16.0, roi_op="align1")
@@ -27,11 +29,7 @@ def detector_id(network=DEMO, weights=RANDOM, backend="faster_rcnn", **settings)
     ("expected", "fields"),
     [
         ("7f65ee1663a7", "--preset=demo --random_init"),
-        (
-            "7b987339ed8f",
-            "--preset=vg_resnet101 --random_init --selection.minimum=5 --selection.maximum=36 "
-            "--selection.threshold=0.2 --selection.no_strict --selection.nms_threshold=0.4 --selection.plus_one",
-        ),
+        ("7b987339ed8f", f"--preset=vg_resnet101 --random_init {SELECTION}"),
         ("39bda8c3330e", "--backend=detectron2 --preset=vg_resnet101 --random_init"),
         ("fb693b9a235a", "--weights=SHIPPED --device=cuda"),
         ("71056b704e23", "--weights=SHIPPED --selection.minimum=3 --network.post_nms=30 --batch=8"),
@@ -45,12 +43,9 @@ def test_a_config_names_the_detector_of_committed_stages(expected: str, fields: 
     assert identify(parse(DetectionConfig, fields.split())) == expected
 
 
-def test_ids_of_other_networks_and_weights_stay():
+def test_ids_of_other_networks_and_weights_stay_and_follow_everything_that_changes_the_regions():
     assert detector_id(VG_RESNET50) == "73a55a8acd4c"
     assert detector_id(CAFFE, OTHERS, precision="bf16-res5", device="cuda:1") == "6ae21006d830"
-
-
-def test_everything_that_changes_the_regions_changes_the_id():
     ids = [detector_id(), detector_id(dataclasses.replace(DEMO, post_nms=50)), detector_id(backend="detectron2")]
     ids += [detector_id(weights=one) for one in (RANDOM | {"seed": 4}, WEIGHTS, WEIGHTS | {"weights_sha256": ""})]
     ids += [detector_id(selection=SelectionSettings(threshold=0.2)), detector_id(boxes="regressed")]
@@ -58,8 +53,6 @@ def test_everything_that_changes_the_regions_changes_the_id():
     ids += [detector_id(precision="bf16-res5", device=device) for device in ("cpu", "cuda")]
     ids += [detector_id(keep_features=True)]
     assert len(set(ids)) == len(ids)
-
-
-def test_what_does_not_change_the_regions_does_not_change_the_id():
+    # And nothing else does.
     weights = WEIGHTS | {"weights_file": "renamed", "classes": ["x"], "attribute_names": ["y"], "release": "z"}
     assert detector_id(weights=WEIGHTS) == detector_id(weights=weights, device="cuda:1", batch=8)

@@ -50,9 +50,6 @@ SAMPLING = SamplingConfig(
 )
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-
 def lively() -> FasterRCNN:
     """A network whose layers say something else about each anchor and region."""
     network = FasterRCNN.random_init(NETWORK, 1)
@@ -65,18 +62,10 @@ def lively() -> FasterRCNN:
     return network
 
 
-def image(
-    seed: int, width: int, *objects: tuple[float, ...], labels: list[int], attributes: list[list[int]]
-) -> Example:
-    """Noise, 64 pixels high, with these objects."""
-    return Example(
-        image="",
-        pixels=(20 * torch.randn(3, 64, width, generator=seeded(seed))).permute(1, 2, 0) + torch.tensor(PIXEL_MEAN_BGR),
-        boxes=boxes(*objects),
-        labels=torch.tensor(labels),
-        attributes=torch.tensor(attributes, dtype=torch.float32),
-        seed=seed,
-    )
+def image(seed: int, width: int, *objects: tuple[float, ...], labels: list, attributes: list) -> Example:
+    noise = 20 * torch.randn(3, 64, width, generator=seeded(seed)).permute(1, 2, 0)
+    known = torch.tensor(labels), torch.tensor(attributes, dtype=torch.float32)
+    return Example("", noise + torch.tensor(PIXEL_MEAN_BGR), boxes(*objects), *known, seed)
 
 
 def three_images() -> list[Example]:
@@ -120,16 +109,12 @@ def test_no_more_anchors_and_regions_are_sampled_than_the_recipe_says_and_their_
             layer.weight.zero_()
         rpn.objectness_logits.bias.fill_(20)
         predictor.cls_score.bias.copy_(torch.eye(9)[8] * 50)
-    few = dataclasses.replace(
-        SAMPLING, anchors=10, anchor_foreground=0.1, rois=4, roi_foreground=0.25, anchors_inside=False
-    )
-    found = Losses(network, few)(three_images())
+    few = {"anchors": 10, "anchor_foreground": 0.1, "rois": 4, "roi_foreground": 0.25, "anchors_inside": False}
+    found = Losses(network, dataclasses.replace(SAMPLING, **few))(three_images())
     assert (found["objectness"][1], found["classes"][1]) == (3 * 10, 3 * 4)
     assert float(found["objectness"][0].detach()) == pytest.approx(3 * 9 * 20, rel=1e-4), "one of each is foreground"
     assert float(found["classes"][0].detach()) == pytest.approx(3 * 1 * 50, rel=1e-4), "and one region shows an object"
 
-
-# --- validation -------------------------------------------------------------------------------------------------------
 
 # One anchor a cell, a square of 32 pixels around its corner; four classes.
 SQUARES = dataclasses.replace(
@@ -225,20 +210,17 @@ def test_validation_scales_objects_by_each_side_and_leaves_the_network_as_it_was
 
 
 @pytest.mark.parametrize("lowest", [0.9, 0.5])  # equal scores match in their order
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
+def test_each_detection_is_right_or_wrong(lowest: float):
+    objects = boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy()
+    for found, expected in (
         ([(0, 0, 10, 9), (0, 0, 10, 10)], [True, False]),  # the more probable of two
         ([(20, 0, 30, 10)], [False]),  # an object of another class
         ([(0, 0, 10, 5)], [True]),  # half of an object
         ([(0, 0, 10, 4.9)], [False]),  # less than half
-    ],
-)
-def test_each_detection_is_right_or_wrong(found: list[tuple], expected: list[bool], lowest: float):
-    objects = boxes((0, 0, 10, 10), (20, 0, 30, 10)).numpy()
-    scores = np.linspace(0.9, lowest, len(found), dtype=np.float32)
-    detections = Detections(boxes(*found).numpy(), scores, np.ones(len(found), int))
-    assert match_detections(detections, objects, np.array([1, 2]), 0.5).tolist() == expected
+    ):
+        scores = np.linspace(0.9, lowest, len(found), dtype=np.float32)
+        detections = Detections(boxes(*found).numpy(), scores, np.ones(len(found), int))
+        assert match_detections(detections, objects, np.array([1, 2]), 0.5).tolist() == expected
 
 
 def test_average_precision_is_the_area_under_the_interpolated_curve():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,7 @@ from places import PROJECT
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import CLASSES, as_overrides
-from tiny_detector import (
-    ATTRIBUTES,
-    TINY,
-    annotated_images,
-    coco_data,
-    command_line,
-    seeded,
-    tiny_recipe,
-)
+from tiny_detector import ATTRIBUTES, TINY, annotated_images, coco_data, command_line, seeded, tiny_recipe
 
 from detectors.faster_rcnn import FasterRCNN
 from detectors.recipes import SGD, detector_vg_resnet101
@@ -41,21 +34,17 @@ def images(tmp_path_factory) -> Path:
     return annotated_images(tmp_path_factory.mktemp("annotated") / "images", 24)
 
 
+ADAMW = {"kind": "adamw", "epsilon": 1e-8, "schedule": "linear", "warmup_steps": 2, "max_grad_norm": 1.0}
 LIVE = {
     "network": dataclasses.replace(TINY, resnet=dataclasses.replace(TINY.resnet, norm="batch")),
-    "optimizer": dataclasses.replace(
-        SGD, kind="adamw", epsilon=1e-8, schedule="linear", warmup_steps=2, max_grad_norm=1.0
-    ),
+    "optimizer": dataclasses.replace(SGD, **ADAMW),
     "validate_every": 2,  # after which norms are live again
 }
-
-
 RUNS = {"whole": {}, "live": LIVE}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, images) -> Path:
-    """A root with the runs that others are held against."""
     root = tmp_path_factory.mktemp("root")
     for run, changes in RUNS.items():
         train(tiny_recipe(images, root, run_name=run, **changes), ALONE)
@@ -71,8 +60,14 @@ def tensors_of(root: Path, run: str, step: int = 6) -> dict[str, torch.Tensor]:
     return load_file(root / "runs" / run / f"step-{step:07d}" / "model.safetensors")
 
 
-def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def kill_in_step_5(root: Path, run: str) -> None:
+    """As if the run had been killed there: its last checkpoint is gone, its metrics run ahead of the one before."""
+    shutil.rmtree(root / f"runs/{run}/step-0000006")
+    (root / f"runs/{run}/weights.safetensors").unlink()
 
 
 def test_a_run_leaves_five_losses_the_map_of_each_class_and_moves_what_is_to_move(root, images):
@@ -95,17 +90,14 @@ def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, 
     run = f"{name}-killed"
     recipe = tiny_recipe(images, root, run_name=run, **RUNS[name])
     train(recipe, ALONE)
-    # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
-    for file in (root / f"runs/{run}/step-0000006").iterdir():
-        file.unlink()
-    (root / f"runs/{run}/weights.safetensors").unlink()
+    kill_in_step_5(root, run)
     capsys.readouterr()
     train(recipe, ALONE)
     assert f"{run} resumes from" in capsys.readouterr().out
     assert losses_of(root, run) == losses_of(root, name)
     after = tensors_of(root, run)
-    assert equal(after, tensors_of(root, name))
-    assert equal(*(load_file(root / f"runs/{one}/weights.safetensors") for one in (name, run)))
+    assert_equal(after, tensors_of(root, name))
+    assert_equal(*(load_file(root / f"runs/{one}/weights.safetensors") for one in (name, run)))
     if name == "live":
         assert after["backbone.res2.0.conv1.norm.num_batches_tracked"] == 6
         assert not (after["backbone.res2.0.conv1.norm.running_var"] == 1).any()
@@ -139,12 +131,9 @@ def test_the_result_is_the_network_that_was_trained(root, images):
 
 
 def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp_path, capsys):
-    (tmp_path / "images").mkdir()
-    for file in (images / "images").iterdir():
-        (tmp_path / "images" / file.name).write_bytes(file.read_bytes())
-    torn = tmp_path / "images" / "3.jpg"
-    torn.write_bytes(torn.read_bytes()[:400])
-    data = coco_data(images, images=(str(tmp_path / "images"),), unreadable=0.1)
+    copies = shutil.copytree(images / "images", tmp_path / "images")
+    (copies / "3.jpg").write_bytes((copies / "3.jpg").read_bytes()[:400])
+    data = coco_data(images, images=(str(copies),), unreadable=0.1)
     recipe = tiny_recipe(images, root, run_name="torn", data=data)
     train(recipe, ALONE)
     printed = capsys.readouterr().out
@@ -152,7 +141,7 @@ def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, images, tmp
     assert printed.count("3.jpg: ") == 1, printed
     (line,) = (json.loads(line) for line in (root / "runs/torn/unreadable.jsonl").read_text().splitlines())
     assert line["key"] == "3"
-    (tmp_path / "images" / "5.jpg").write_bytes((images / "images" / "4.jpg").read_bytes()[:300])
+    (copies / "5.jpg").write_bytes((copies / "4.jpg").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"2 samples cannot be read, the last because .*[35].jpg: .* data.unreadable"):
         train(dataclasses.replace(recipe, run_name="torn-twice"), ALONE)
 
@@ -166,14 +155,11 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     assert result.returncode == 0, result.stderr[-3000:]
     assert len([line for line in result.stdout.splitlines() if line.startswith("step 6/6  loss anchors")]) == 1
     np.testing.assert_allclose(losses_of(root, "two"), losses_of(root, "whole"), rtol=1e-4)
-    one, two = tensors_of(root, "whole"), tensors_of(root, "two")
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(tensors_of(root, "two"), tensors_of(root, "whole"), rtol=1e-3, atol=1e-4)
     validations = [read_metrics(open_store(str(root)), run, "validation")[-1] for run in ("whole", "two")]
     assert validations[0] == pytest.approx(validations[1], abs=1e-6)
 
-    for file in (root / "runs/two/step-0000006").iterdir():
-        file.unlink()
+    kill_in_step_5(root, "two")
     train(tiny_recipe(images, root, run_name="two"), ALONE)
     np.testing.assert_allclose(losses_of(root, "two"), losses_of(root, "whole"), rtol=1e-4)
 
@@ -186,10 +172,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
         (["--data.attribute_names=None"], "the network has 3 attributes, but data.attribute_names is None; give both"),
         (["--no_random_init"], "the network has no weights to start from"),
         (["--init_from=absent.pth"], "random_init is True; it must be false with init_from"),
-        (
-            ["--optimizer.schedule=step", "--optimizer.decay_at=6"],
-            "optimizer.decay_at has update 6, but the run has only 6",
-        ),
+        (["--optimizer.schedule=step", "--optimizer.decay_at=6"], "decay_at has update 6, but the run has only 6"),
         (["--network.box_arithmetic=plus_one"], "network.box_arithmetic is plus_one, but"),
         (["--network.num_classes=7"], "the data has 8 classes, but the network has 7; set --network.num_classes=8"),
         (["--data.held_out_last=24"], "leaves no image to train on"),
@@ -213,10 +196,10 @@ def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_end
         assert trained["steps"] == steps
         assert "map50" in trained["validation"]
         weights, checkpoint = load_file(file), tensors_of(tmp_path, "tiny", steps)
-        assert all(torch.equal(weights[name], checkpoint[name]) for name in weights)
+        assert_equal(weights, {name: checkpoint[name] for name in weights})
     file.unlink()  # as if it had been killed right after its last checkpoint
     train(recipe, ALONE)
-    assert equal(load_file(file), weights)
+    assert_equal(load_file(file), weights)
 
 
 def test_the_buffers_of_the_first_process_are_shared_before_each_validation(images, tmp_path, monkeypatch):
@@ -245,9 +228,9 @@ def test_the_stage_trains_and_says_where_the_weights_are(images, tmp_path):
     settings = TrainDetectorSettings(run="staged", overrides=overrides, processes=processes, **data)
     lines = []
     trained = train_detector(str(tmp_path), settings, lines.append)
-    assert trained.checkpoint == str(tmp_path / "runs/staged/weights.safetensors")
-    assert Path(trained.checkpoint).is_file()
-    assert (trained.run, trained.recipe) == ("staged", "detector_vg_resnet101")
+    file = tmp_path / "runs/staged/weights.safetensors"
+    assert file.is_file()
+    assert (trained.checkpoint, trained.run, trained.recipe) == (str(file), "staged", "detector_vg_resnet101")
     assert "map50" in trained.metrics
     assert trained.peak_bytes > 0
     assert any(line.startswith("staged: 16 images with 31 objects of 8 classes, 8 held out") for line in lines)

@@ -22,19 +22,16 @@ from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, load_weights
 
 TINY = ResNetConfig(blocks=(1, 2, 1, 2), width=4)
 SMALL = dataclasses.replace(DEMO, resnet=TINY, num_classes=5, num_attributes=3)
-HALVED = dataclasses.replace(TINY, res5_dilated=False, stride_in_1x1=False)
-CONFIGS = {
-    "demo": DEMO,
-    "visual genome's": SMALL,
-    "vl-bert's pools": dataclasses.replace(
-        SMALL, resnet=dataclasses.replace(TINY, stem_pool="torch"), roi_op="align1", pool_size=14
-    ),
-    "halving, stride in 3x3": dataclasses.replace(SMALL, resnet=HALVED, num_attributes=0),
-    "live norms": dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY, norm="batch")),
-    "other boxes": dataclasses.replace(
-        SMALL, anchor_sizes=(32,), anchor_ratios=(0.4, 1.5), rpn_nms_threshold=0.5, box_weights=(8, 9, 4, 6)
-    ),
-    "cut before suppression": dataclasses.replace(SMALL, pre_nms=80),
+HALVED = {"res5_dilated": False, "stride_in_1x1": False}
+BOXES = {"anchor_sizes": (32,), "anchor_ratios": (0.4, 1.5), "rpn_nms_threshold": 0.5, "box_weights": (8, 9, 4, 6)}
+# Name -> changes of TINY, and of SMALL.
+CONFIGS: dict[str, tuple[dict, dict]] = {
+    "visual genome's": ({}, {}),
+    "vl-bert's pools": ({"stem_pool": "torch"}, {"roi_op": "align1", "pool_size": 14}),
+    "halving, stride in 3x3": (HALVED, {"num_attributes": 0}),
+    "live norms": ({"norm": "batch"}, {}),
+    "other boxes": ({}, BOXES),
+    "cut before suppression": ({}, {"pre_nms": 80}),
 }
 HEIGHT, WIDTH = 168, 222
 
@@ -65,14 +62,6 @@ def weights_of(config: FasterRCNNConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def networks(config: FasterRCNNConfig) -> tuple[FasterRCNN, Detectron2FasterRCNN]:
-    """Ours and theirs, with the same weights."""
-    ours, theirs = FasterRCNN(config).eval(), Detectron2FasterRCNN(config).eval()
-    for network in (ours, theirs):
-        network.load_state_dict(weights_of(config), strict=True)
-    return ours, theirs
-
-
 def pixels(count: int = 1) -> torch.Tensor:
     """Coarse images in the network's input, [N, 3, HEIGHT, WIDTH]."""
     coarse = torch.randn(count, 3, 12, 16, generator=torch.Generator().manual_seed(3))
@@ -94,9 +83,6 @@ def assert_same_boxes(theirs: torch.Tensor, ours: torch.Tensor) -> None:
     assert iou.amax(dim=1).min() > 0.999
 
 
-# --- anywhere ---------------------------------------------------------------------------------------------------------
-
-
 def test_without_detectron2_the_module_imports_and_the_network_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "detectron2", None)
     monkeypatch.delitem(sys.modules, "detectors.detectron2")
@@ -108,19 +94,19 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
 
 @pytest.mark.parametrize(("setting", "value"), [("box_arithmetic", "plus_one"), ("minimum_side", 16)])
 def test_a_setting_that_detectron2_lacks_is_refused_by_name(setting: str, value: str | int):
-    message = rf"Config\.{setting} is {value!r}.* faster_rcnn"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"Config\.{setting} is {value!r}.* faster_rcnn"):
         Detectron2FasterRCNN(dataclasses.replace(SMALL, **{setting: value}))
 
 
-# --- where detectron2 is installed ------------------------------------------------------------------------------------
-
-
 @needs_detectron2
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_every_stage_computes_what_ours_does(config: FasterRCNNConfig):
-    ours, theirs = networks(config)
+def test_every_stage_computes_what_ours_does(name: str):
+    resnet, changes = CONFIGS[name]
+    config = dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY, **resnet), **changes)
+    ours, theirs = FasterRCNN(config).eval(), Detectron2FasterRCNN(config).eval()
+    for network in (ours, theirs):
+        network.load_state_dict(weights_of(config), strict=True)
     c4 = ours.backbone(pixels(2))
     assert_near(theirs.backbone(pixels(2)), c4)
     logits, deltas = ours.rpn(c4)

@@ -1,10 +1,9 @@
 """Regions from other projects' feature files: what is stored is what was written."""
 
 import dataclasses
-import functools
 import gzip
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from imported_features import (
     BOTTOM_UP,
     CLASSES,
     LXMERT,
-    WITH_PROBS,
     ImageFeatures,
     image_features,
     write_h5,
@@ -30,7 +28,6 @@ from tiny_detector import commit_images
 from detectors.config import DetectionConfig
 from detectors.imported import ImportedDetector
 from detectors.run import identify, main, make_detector
-from storage.catalog import Catalog
 from storage.sample import Regions, Sample
 from storage.settings import parse
 
@@ -41,39 +38,28 @@ LAST, NONE = ["--imported.background=last"], ["--imported.background=none"]
 def without_background(file: Path, images: list[ImageFeatures]) -> Path:
     """mmf's, of the foreground alone."""
     cut = [dataclasses.replace(image, class_probs=image.class_probs[:, 1:]) for image in images]
-    return write_tsv(file, cut, WITH_PROBS, header=True)
+    return write_tsv(file, cut, [*BOTTOM_UP, "cls_prob"], header=True)
 
 
 def one_file(file: Path, images: list[ImageFeatures]) -> Path:
     """An LMDB that is one file, with numbers as text and arrays as base64."""
-    write_lmdb(file.with_suffix(".folder"), images, arrays=False)
-    return (file.with_suffix(".folder") / "data.mdb").rename(file)
+    return (write_lmdb(file.with_suffix(".folder"), images, arrays=False) / "data.mdb").rename(file)
 
 
-# Name of the file, its writer, what else the detector must be told, and what it says of classes: probabilities, each
-# region's class (`one`, with the probability 1), its class and score (`label`), or nothing.
-FORMATS: dict[str, tuple[str, Writer, list[str], str]] = {
-    "bottom-up attention": ("f.tsv", write_tsv, [], "nothing"),
-    "Python 3's bytes": ("f.tsv", functools.partial(write_tsv, literal=True), [], "nothing"),
-    "LXMERT": ("f.tsv", functools.partial(write_tsv, columns=LXMERT), [], "label"),
-    "LXMERT, class by class": (
-        "f.tsv",
-        functools.partial(write_tsv, columns=LXMERT),
-        [f"--imported.num_classes={CLASSES}"],
-        "one",
-    ),
-    "TSV with a first line": (
-        "f.tsv",
-        functools.partial(write_tsv, columns=[*BOTTOM_UP, "classes"], header=True),
-        [],
-        "probs",
-    ),
-    "VL-BERT, zip": ("f.zip", write_json, [], "probs"),
-    "bottom-up-attention.pytorch": ("f", write_npz, [], "nothing"),
-    "12-in-1": ("f.lmdb", write_lmdb, [], "probs"),
-    "one file of base64": ("f.lmdb", one_file, [], "probs"),
-    "mmf, without a background": ("f.tsv", without_background, NONE, "probs"),
-    "volta": ("f.h5", write_h5, LAST, "probs"),
+# Name of the file, its writer with settings, what else the detector must be told, and what it says of classes:
+# probabilities, each region's class (`one`, with the probability 1), its class and score (`label`), or nothing.
+LXMERTS = {"columns": LXMERT, "literal": True}
+FORMATS: dict[str, tuple[str, Writer, dict[str, Any], list[str], str]] = {
+    "bottom-up attention": ("f.tsv", write_tsv, {}, [], "nothing"),
+    "LXMERT": ("f.tsv", write_tsv, LXMERTS, [], "label"),
+    "LXMERT, class by class": ("f.tsv", write_tsv, LXMERTS, [f"--imported.num_classes={CLASSES}"], "one"),
+    "TSV with a first line": ("f.tsv", write_tsv, {"columns": [*BOTTOM_UP, "classes"], "header": True}, [], "probs"),
+    "VL-BERT, zip": ("f.zip", write_json, {}, [], "probs"),
+    "bottom-up-attention.pytorch": ("f", write_npz, {}, [], "nothing"),
+    "12-in-1": ("f.lmdb", write_lmdb, {}, [], "probs"),
+    "one file of base64": ("f.lmdb", one_file, {}, [], "probs"),
+    "mmf, without a background": ("f.tsv", without_background, {}, NONE, "probs"),
+    "volta": ("f.h5", write_h5, {}, LAST, "probs"),
 }
 
 
@@ -86,46 +72,42 @@ def features_of(number: int, **changes: Any) -> ImageFeatures:
     return image_features(f"{number:06d}", number, **changes)
 
 
-def config(files: Path | Sequence[Path], *more: str, keep: bool = True) -> DetectionConfig:
-    files = [files] if isinstance(files, Path) else files
-    fields = ["--backend=imported", "--imported.files", *map(str, files)]
-    return parse(DetectionConfig, [*fields, "--keep_features" if keep else "--no_keep_features", *more])
+def fields_of(files: Path | list[Path], *more: str, keep: bool = True) -> list[str]:
+    files = files if isinstance(files, list) else [files]
+    kept = "--keep_features" if keep else "--no_keep_features"
+    return ["--backend=imported", "--imported.files", *map(str, files), kept, *more]
 
 
-def detector_of(files: Path | Sequence[Path], *more: str, keep: bool = True) -> ImportedDetector:
-    return make_detector(config(files, *more, keep=keep))
+def identified(file: Path, *more: str, keep: bool = True) -> str:
+    return identify(parse(DetectionConfig, fields_of(file, *more, keep=keep)))
 
 
-def rows_of(catalog: Catalog, detector: str) -> list[dict]:
-    return catalog.manifest(f"regions/{detector}", "00000").table.to_pylist()
+def detector_of(files: Path | list[Path], *more: str) -> ImportedDetector:
+    return make_detector(parse(DetectionConfig, fields_of(files, *more)))
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
-    name, write, more, says = FORMATS[form]
+    name, write, settings, more, says = FORMATS[form]
     images = [features_of(number, boxes=3 + number) for number in range(4)]
-    file = write(tmp_path / name, images)
+    file = write(tmp_path / name, images, **settings)
     catalog = commit_images(tmp_path / "root", [[a_sample(number) for number in (0, 1, 2, 7)], [a_sample(3)]])
-    fields = ["--backend=imported", f"--imported.files={file}", "--keep_features", *more]
-    main([str(tmp_path / "root"), "captions", *fields])
-    settings = parse(DetectionConfig, fields)
-    detector = identify(settings)
-    found = [(row["row"], row["status"]) for row in rows_of(catalog, detector)]
-    assert found == [(0, "ok"), (1, "ok"), (2, "ok"), (3, "no_features")]
+    main([str(tmp_path / "root"), "captions", *fields_of(file, *more)])
+    detector = identified(file, *more)
+    table = catalog.manifest(f"regions/{detector}", "00000").table
+    assert table["status"].to_pylist() == ["ok", "ok", "ok", "no_features"]
 
     stored = [sample.regions for shard in ("00000", "00001") for sample in catalog.read(f"regions/{detector}", shard)]
-    assert len(stored) == 4
     for image, regions in zip(images, stored, strict=True):
         assert regions.detector == detector
         assert regions.attributes is None
         foreground = image.class_probs[:, 1:]
-        order = np.arange(len(image.boxes))
-        if says != "nothing":
-            order = np.argsort(-foreground.max(axis=1), kind="stable")
-        labels, scores = foreground[order].argmax(axis=1), foreground[order].max(axis=1)
+        scores = np.ones(len(image.boxes)) if says == "nothing" else foreground.max(axis=1)
+        order = np.argsort(-scores, kind="stable")
+        labels = foreground[order].argmax(axis=1)
         assert np.array_equal(regions.boxes, (image.boxes[order] / 2).astype(np.float32))
         assert np.array_equal(regions.features, image.features[order].astype(np.float16))
-        assert np.array_equal(regions.scores, np.ones(len(order)) if says == "nothing" else scores)
+        assert np.array_equal(regions.scores, scores[order])
         if says in ("nothing", "label"):
             assert regions.class_probs is None
             assert np.array_equal(regions.labels, labels + 1 if says == "label" else np.ones(len(order)))
@@ -169,11 +151,11 @@ def test_several_files_are_one_detector(tmp_path: Path):
 
 def test_the_id_follows_content_and_settings_but_not_names(tmp_path: Path):
     file = write_json(tmp_path / "f.zip", [features_of(1)])
-    others = [["--imported.match=number"], LAST, NONE, []]
-    ids = [identify(config(file, *more)) for more in others] + [identify(config(file, keep=False))]
-    assert len(set(ids)) == 5
-    assert detector_of(file).id == detector_of(file.rename(tmp_path / "g.zip")).id == ids[3]
-    assert identify(config(write_json(tmp_path / "g.zip", [features_of(2)]))) not in ids
+    ids = [identified(file, *more) for more in ([], ["--imported.match=number"], LAST, NONE)]
+    ids.append(identified(file, keep=False))
+    assert detector_of(file).id == detector_of(file.rename(tmp_path / "g.zip")).id == ids[0]
+    ids.append(identified(write_json(tmp_path / "g.zip", [features_of(2)])))
+    assert len(set(ids)) == 6
 
 
 ONE_BOX = np.array([[10, 10, 50, 50]], np.float32)
@@ -218,6 +200,10 @@ def plain(content: bytes) -> Writer:
     return lambda file: file.write_bytes(content) and file
 
 
+def lxmerts(file: Path) -> Path:
+    return write_tsv(file, [features_of(1)], LXMERT)
+
+
 def flat_h5(file: Path) -> Path:
     with h5py.File(file, "w") as stream:
         stream["image_features"] = np.zeros((2, 36, 8), np.float32)
@@ -242,11 +228,7 @@ def cut(write: Writer, part: str = "") -> Writer:
         (plain(b"\n"), [], "f has 1 columns in its first line, not 6"),
         (plain(b"boxes\tfeatures\r\n"), [], "f has the columns boxes, features, but none for the image_id"),
         (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
-        (
-            lambda file: write_tsv(file, [features_of(1)], LXMERT),
-            ["--imported.num_classes=1"],
-            "f: its first row, f: 000001, has the objects_id [1-7], but imported.num_classes is 1",
-        ),
+        (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
         (cut(write_json), [], "f is damaged or not a zip file"),
         (cut(write_lmdb, "data.mdb"), [], "f is truncated"),

@@ -1,7 +1,6 @@
 """Initial weights of a detector's training: which layers of a file are taken, and which start new."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ from detectors.weights.init_from import init_from
 NAMES = ("red", "round", "old")
 
 
-def ours(folder: Path, config: FasterRCNNConfig = TINY, tensors: Mapping[str, torch.Tensor] | None = None) -> Path:
+def ours(folder: Path, config: FasterRCNNConfig = TINY, **tensors: torch.Tensor) -> Path:
     """A weight file as a training leaves it, of a network with other numbers than those that start from it."""
     metadata = {"network": dataclasses.asdict(config), "classes": CLASSES, "attributes": NAMES}
     file = folder / "ours.safetensors"
-    write_weights(file, FasterRCNN.random_init(config, 7).state_dict() | (tensors or {}), metadata)
+    write_weights(file, FasterRCNN.random_init(config, 7).state_dict() | tensors, metadata)
     return file
 
 
@@ -35,17 +34,17 @@ OWN_ANCHORS = FasterRCNN(TINY).proposal_generator.cell_anchors
 @pytest.mark.parametrize(
     ("new", "anchors", "changes", "classes", "attributes"),
     [
-        ((), None, {}, CLASSES, NAMES),
-        (PARTS[:1], OWN_ANCHORS + 0.5, {}, CLASSES, NAMES),
-        (PARTS[:1], None, {"anchor_sizes": (24, 48)}, CLASSES, NAMES),
-        (PARTS[1:], None, {}, CLASSES[::-1], NAMES),
-        (PARTS[1:], None, {}, CLASSES, NAMES[::-1]),
-        (PARTS[1:], None, {"box_weights": (1, 1, 1, 1)}, CLASSES, NAMES),
-        (PARTS, None, {"rpn_channels": 8, "num_classes": 5}, (), NAMES),
+        ((), {}, {}, CLASSES, NAMES),
+        (PARTS[:1], {ANCHORS: OWN_ANCHORS + 0.5}, {}, CLASSES, NAMES),
+        (PARTS[:1], {}, {"anchor_sizes": (24, 48)}, CLASSES, NAMES),
+        (PARTS[1:], {}, {}, CLASSES[::-1], NAMES),
+        (PARTS[1:], {}, {}, CLASSES, NAMES[::-1]),
+        (PARTS[1:], {}, {"box_weights": (1, 1, 1, 1)}, CLASSES, NAMES),
+        (PARTS, {}, {"rpn_channels": 8, "num_classes": 5}, (), NAMES),
     ],
 )
 def test_parts_that_mean_something_else_start_new(tmp_path, new, anchors, changes, classes, attributes):
-    file = ours(tmp_path, tensors={} if anchors is None else {ANCHORS: anchors.clone()})
+    file = ours(tmp_path, **anchors)
     network = FasterRCNN.random_init(dataclasses.replace(TINY, **changes), 1)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     printed = init_from(network, file, classes, attributes)

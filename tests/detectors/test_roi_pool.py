@@ -29,11 +29,3 @@ def test_it_is_torchvisions_pooling_to_the_last_bit(height: int, width: int, siz
         assert [len(chunk) for chunk in chunks] == [16] * (len(boxes) // 16) + [len(boxes) % 16]
         assert all(chunk.is_contiguous(memory_format=torch.channels_last) for chunk in chunks)
         assert torch.equal(torch.cat(chunks), expected.to(dtype))
-
-
-def test_a_bin_outside_the_map_is_zero_even_where_all_numbers_are_negative():
-    c4 = torch.full((4, 3, 3), -1.0)
-    beyond = torch.tensor([[47.0, 47, 48, 48]])  # begins in the cell behind the last
-    (pooled,) = roi_pool_chunks(c4, beyond, 7, 1 / STRIDE, 16, torch.float32)
-    assert torch.equal(pooled, torchvision.ops.roi_pool(c4[None], [beyond], 7, spatial_scale=1 / STRIDE))
-    assert pooled.max() == 0

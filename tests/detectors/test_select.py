@@ -45,25 +45,16 @@ def test_leaving_out_pairs_below_a_floor_changes_nothing(seed, count, sharpness,
     assert sorted(confidence[chosen]) == sorted(confidence)[count - len(chosen) :]
 
 
-def test_the_threshold_itself_passes_only_where_not_strict():
-    boxes = np.array([[0, 0, 10, 10], [20, 0, 30, 10], [40, 0, 50, 10]], np.float32)
-    probs = np.array([[0.5], [0.75], [0.25]], np.float32)
-    strict = select_regions(boxes, probs, SelectionSettings(minimum=1, threshold=0.5, strict=True))
-    lax = select_regions(boxes, probs, SelectionSettings(minimum=1, threshold=0.5, strict=False))
-    assert (strict.tolist(), lax.tolist()) == ([1], [0, 1])
+def chosen(boxes: list, probs: list[float], minimum: int = 0, **rule) -> list[int]:
+    settings = SelectionSettings(minimum, **rule)
+    return select_regions(np.float32(boxes).reshape(-1, 4), np.float32(probs).reshape(-1, 1), settings).tolist()
 
 
-def test_an_iou_equal_to_the_threshold_does_not_suppress():
-    boxes = np.array([[0, 0, 10, 10], [5, 0, 10, 10]], np.float32)  # IoU 0.5
-    probs = np.array([[0.9], [0.8]], np.float32)
-    at = select_regions(boxes, probs, SelectionSettings(minimum=0, nms_threshold=0.5))
-    below = select_regions(boxes, probs, SelectionSettings(minimum=0, nms_threshold=0.49))
-    assert (len(at), len(below)) == (2, 1)
-
-
-def test_fewer_boxes_than_the_minimum_are_all_kept_and_none_is_invented():
-    boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 10]], np.float32)
-    chosen = select_regions(boxes, np.array([[0.3], [0.4]], np.float32), SelectionSettings())
-    assert chosen.tolist() == [1, 0]
-    nothing = select_regions(np.zeros((0, 4), np.float32), np.zeros((0, 5), np.float32), SelectionSettings())
-    assert nothing.size == 0
+def test_the_rule_at_its_borders():
+    apart, half = [[0, 0, 10, 10], [20, 0, 30, 10], [40, 0, 50, 10]], [[0, 0, 10, 10], [5, 0, 10, 10]]
+    found = [chosen(apart, [0.5, 0.75, 0.25], 1, threshold=0.5, strict=strict) for strict in (True, False)]
+    assert found == [[1], [0, 1]], "the threshold itself passes only where not strict"
+    found = [chosen(half, [0.9, 0.8], nms_threshold=iou) for iou in (0.5, 0.49)]
+    assert found == [[0, 1], [0]], "an IoU equal to the threshold does not suppress"
+    assert chosen([[0, 0, 10, 10]] * 2, [0.3, 0.4], 10) == [1, 0], "fewer than the minimum are all kept"
+    assert chosen([], [], 10) == []

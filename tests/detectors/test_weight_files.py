@@ -1,24 +1,17 @@
 """Our weight files: loaded whole or not at all, and identified by their hash."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny_detector import TINY
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import FasterRCNN
 from detectors.resnet import Res5, ResNetC4
-from detectors.weights.files import (
-    ANCHORS,
-    ATTRIBUTE_HEAD,
-    load_resnet,
-    load_weights,
-    write_weights,
-)
+from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, load_resnet, load_weights, write_weights
 from detectors.weights.init_from import init_from
 
 HEAD = "roi_heads.box_predictor."
@@ -30,18 +23,17 @@ def tiny_tensors(**more: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_saved_weights_come_back_and_are_identified_by_their_hash(tmp_path: Path):
-    network, tensors = FasterRCNN.random_init(TINY, seed=0), tiny_tensors()
-    file = tmp_path / "w.safetensors"
-    write_weights(file, tensors, {"classes": list("abcdefgh")})
-    loaded = load_weights(network, file)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in network.state_dict().items())
-    assert (loaded["classes"], loaded["random_init"]) == (list("abcdefgh"), False)
-    ids = [FasterRCNNDetector(network, loaded, DetectorSettings()).id]
-    for name, other in (("renamed", {}), ("other", {"backbone.stem.conv1.norm.bias": torch.ones(4)})):
-        sha256 = write_weights(tmp_path / name, tensors | other, {"classes": list("abcdefgh")})
-        metadata = load_weights(network, tmp_path / name)
-        assert metadata["weights_sha256"] == sha256
-        ids.append(FasterRCNNDetector(network, metadata, DetectorSettings()).id)
+    network, ids = FasterRCNN.random_init(TINY, seed=0), []
+    about = {"classes": list("abcdefgh")} | {key: key * 3 for key in "qwertyuiop"}
+    other = {"backbone.stem.conv1.norm.bias": torch.ones(4)}
+    for name, more, metadata in (("w", {}, about), ("r", {}, dict(reversed(about.items()))), ("o", other, about)):
+        tensors = tiny_tensors(**more)
+        sha256 = write_weights(tmp_path / name, tensors, metadata)
+        loaded = load_weights(network, tmp_path / name)
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in network.state_dict().items())
+        found = [loaded[key] for key in ("classes", "random_init", "weights_sha256")]
+        assert found == [about["classes"], False, sha256]
+        ids.append(FasterRCNNDetector(network, loaded, DetectorSettings()).id)
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -54,7 +46,8 @@ def test_a_file_that_does_not_fit_is_refused_by_its_tensors_and_nothing_is_loade
         ANCHORS: torch.zeros(12, 4),
     }
     tensors = tiny_tensors(**wrong)
-    del tensors["backbone.res2.0.conv1.weight"]
+    for name in ("backbone.res2.0.conv1.weight", f"{HEAD}fc_attr.bias"):
+        del tensors[name]
     write_weights(tmp_path / "bad.safetensors", tensors, {})
     network = FasterRCNN.random_init(TINY, seed=0)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -62,6 +55,7 @@ def test_a_file_that_does_not_fit_is_refused_by_its_tensors_and_nothing_is_loade
         load_weights(network, tmp_path / "bad.safetensors")
     for fault in (
         "missing backbone.res2.0.conv1.weight",
+        "fc_attr.bias",  # the attribute head is whole or absent
         "unexpected backbone.fc.weight",
         "cls_score.bias has shape [7], but the network has [9]",
         "rpn_head.conv.bias is not finite",
@@ -72,17 +66,12 @@ def test_a_file_that_does_not_fit_is_refused_by_its_tensors_and_nothing_is_loade
     assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
 
 
-def test_the_attribute_head_is_whole_or_absent(tmp_path: Path):
-    tensors = tiny_tensors()
-    bare = {name: tensor for name, tensor in tensors.items() if not name.startswith(ATTRIBUTE_HEAD)}
+def test_weights_without_the_attribute_head_find_no_attributes(tmp_path: Path):
+    bare = {name: tensor for name, tensor in tiny_tensors().items() if not name.startswith(ATTRIBUTE_HEAD)}
     network = FasterRCNN.random_init(TINY, seed=0)
     write_weights(tmp_path / "bare.safetensors", bare, {})
     assert load_weights(network, tmp_path / "bare.safetensors")["attribute_head"] is False
     assert network.heads(torch.zeros(1, TINY.resnet.res5_channels)).attribute_logits is None
-    half = {name: tensor for name, tensor in tensors.items() if "fc_attr" not in name}
-    write_weights(tmp_path / "half.safetensors", half, {})
-    with pytest.raises(ValueError, match=r"missing roi_heads\.box_predictor\.fc_attr\.bias"):
-        load_weights(FasterRCNN.random_init(TINY, 0), tmp_path / "half.safetensors")
 
 
 def test_region_features_take_the_resnet_with_live_norms_or_frozen(tmp_path: Path):
@@ -103,44 +92,25 @@ def test_region_features_take_the_resnet_with_live_norms_or_frozen(tmp_path: Pat
         load_resnet(ResNetC4(other), Res5(other), file)
 
 
-def test_a_torn_file_and_names_that_the_network_has_not_are_refused(tmp_path: Path):
-    (tmp_path / "torn").write_bytes(b"\x80\x02}q\x00.")
-    write_weights(tmp_path / "names", tiny_tensors(), {"classes": ["a"]})
-    for name, message in (
-        ("torn", "torn is not a safetensors file"),
-        ("names", "names 1 classes, but the network has"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_weights(FasterRCNN.random_init(TINY, seed=0), tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
+def test_a_torn_file_and_metadata_of_another_kind_are_refused_by_file_and_key(tmp_path: Path):
+    file, network = tmp_path / "theirs.safetensors", FasterRCNN(TINY)
+    file.write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(ValueError, match=f"{file} is not a safetensors file"):
+        load_weights(network, file)
+    write_weights(file, tiny_tensors(), {"classes": ["a"]})
+    with pytest.raises(ValueError, match=f"{file} names 1 classes, but the network has"):
+        load_weights(network, file)
+    for key, text in (
         ("network", "[" * 100_000),
         ("network", '{"num_classes": 36}'),
         ("network", '{"resnet": {}, "num_classes": "x"}'),
         ("classes", "[1]"),
-    ],
-)
-def test_metadata_of_another_kind_are_refused_by_file_and_key(key: str, text: str, tmp_path: Path):
-    file, network = tmp_path / "theirs.safetensors", FasterRCNN(TINY)
-    save_file({f"{HEAD}attr_score.bias": torch.zeros(1)}, file, metadata={key: text})
-    for read in (
-        lambda: load_weights(network, file),
-        lambda: load_resnet(network.backbone, network.roi_heads.res5, file),
-        lambda: init_from(network, file),
     ):
-        with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"):
-            read()
-
-
-def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):
-    metadata = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
-    tensors = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
-    first = write_weights(tmp_path / "a", tensors, metadata)
-    assert first == write_weights(tmp_path / "b", tensors, dict(reversed(metadata.items())))
-    header = (tmp_path / "a").read_bytes()
-    keys = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"])
-    assert keys == sorted(metadata)
-    assert torch.equal(load_file(tmp_path / "a")["b"], torch.zeros(2, 2))
+        save_file({f"{HEAD}attr_score.bias": torch.zeros(1)}, file, metadata={key: text})
+        for read in (
+            lambda: load_weights(network, file),
+            lambda: load_resnet(network.backbone, network.roi_heads.res5, file),
+            lambda: init_from(network, file),
+        ):
+            with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again"):
+                read()

@@ -30,7 +30,6 @@ ATTRIBUTE_NAMES = [f"like {number}" for number in range(released.ATTRIBUTES)]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One file of each release, as it is published."""
     folder = tmp_path_factory.mktemp("released")
     with_anchors = released.airsplay() | {released.ANCHORS: released.CAFFE_ANCHORS + 0.5}
     return {
@@ -77,24 +76,26 @@ def test_files_with_detectron2s_names_are_taken_as_they_are(name: str, converted
         assert np.array_equal(network.proposal_generator.cell_anchors, theirs[released.ANCHORS])
 
 
-@pytest.mark.parametrize("container", ["flat", "old torch", "pickle", "safetensors", "wrapped"])
-def test_a_release_is_the_same_in_any_container(
-    container: str, files: dict[str, Path], converted: dict[str, Converted], tmp_path: Path
-):
-    file, tensors = tmp_path / "w", released.milvlg()
-    if container == "pickle":
-        released.save_pickle(file, tensors, protocol=4)
-    elif container == "safetensors":
-        save_file({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}, file)
-    elif container == "wrapped":
-        released.save_torch(file, {f"module._orig_mod.{name}": value for name, value in tensors.items()})
-    else:
-        released.save_torch(file, tensors, flat=container == "flat", zipped=container != "old torch")
-    found, expected = convert(file), converted["milvlg"]
+CONTAINERS = {
+    "flat": lambda file, tensors: released.save_torch(file, tensors, flat=True),
+    "old torch": lambda file, tensors: released.save_torch(file, tensors, zipped=False),
+    "pickle": lambda file, tensors: released.save_pickle(file, tensors, protocol=4),
+    "safetensors": lambda file, tensors: save_file(
+        {n: torch.from_numpy(np.array(v)) for n, v in tensors.items()}, file
+    ),
+    "wrapped": lambda file, tensors: released.save_torch(
+        file, {f"module._orig_mod.{n}": v for n, v in tensors.items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_release_is_the_same_in_any_container(container: str, converted: dict[str, Converted], tmp_path: Path):
+    CONTAINERS[container](tmp_path / "w", released.milvlg())
+    found, expected = convert(tmp_path / "w"), converted["milvlg"]
     assert found.tensors.keys() == expected.tensors.keys()
     assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.tensors.items())
-    assert found.release is MILVLG
-    assert found.network == expected.network
+    assert (found.release, found.network) == (MILVLG, expected.network)
 
 
 def test_milvlgs_background_and_boxes_are_ordered_and_scaled_as_ours(converted: dict[str, Converted]):
@@ -116,8 +117,7 @@ def test_milvlgs_background_and_boxes_are_ordered_and_scaled_as_ours(converted: 
 def test_milvlg_without_anchors_and_attributes_is_known_by_its_objectness_and_gets_caffes_anchors(tmp_path: Path):
     tensors = {n: value for n, value in released.milvlg().items() if not re.search("cls_embed|attr_|cell_anchors", n)}
     ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
-    assert ours.release is MILVLG
-    assert ours.network.num_attributes == 0
+    assert (ours.release, ours.network.num_attributes) == (MILVLG, 0)
     network = loaded_network(ours, tmp_path)
     assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
     assert describe_weights(tmp_path / "ours.safetensors", network.config)["anchors"] == "generated"
@@ -151,17 +151,15 @@ def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[
     ],
 )
 def test_a_file_that_is_not_whole_or_not_alone_is_refused(name: str, tensor: np.ndarray | None, message: str, tmp_path):
-    tensors = released.milvlg() | {name: tensor}
-    file = released.save_torch(tmp_path / "w.pth", {key: value for key, value in tensors.items() if value is not None})
+    tensors = {key: value for key, value in (released.milvlg() | {name: tensor}).items() if value is not None}
     with pytest.raises(ValueError, match=rf"w\.pth.*{re.escape(message)}"):
-        convert(file)
+        convert(released.save_torch(tmp_path / "w.pth", tensors))
 
 
 def test_what_is_no_weight_file_is_refused(tmp_path: Path, files: dict[str, Path]):
     whole = files["milvlg"].read_bytes()
     write_weights(tmp_path / "ours", {"a": torch.ones(1)}, {"network": {}})
-    same = torch.zeros(1).expand(2**20, 2**10)
-    torch.save({"a": same}, tmp_path / "large")
+    torch.save({"a": torch.zeros(1).expand(2**20, 2**10)}, tmp_path / "large")
     for content, message in (
         (b"", "is empty"),
         (b"\n<!doctype html><title>404</title>", "is a web page"),
@@ -202,20 +200,14 @@ def test_the_command_writes_one_file_with_names(files: dict[str, Path], tmp_path
     assert printed.splitlines()[-1] == f"{out}: 536 tensors, sha256 {loaded['weights_sha256']}"
     assert (loaded["classes"], loaded["attribute_names"]) == (CLASS_NAMES, ATTRIBUTE_NAMES)
     assert [file.name for file in out.parent.iterdir()] == ["vg.safetensors"]
-    more = names_file(tmp_path / "more.txt", [*CLASS_NAMES, "x"])
-    for given, message in (
-        ([str(files["milvlg"]), str(out)], "already exists; give a new name"),
-        (
-            [str(files["airsplay"]), str(tmp_path / "new"), f"--classes={more}"],
-            "names 1601 classes, but the weights have 1600",
-        ),
-        (
-            [str(files["vl-bert"]), str(tmp_path / "new"), f"--classes={more}"],
-            "names 1601 classes, but the weights have 0",
-        ),
+    more = "--classes=" + names_file(tmp_path / "more.txt", [*CLASS_NAMES, "x"])
+    for release, to, message in (
+        ("milvlg", out, "already exists; give a new name"),
+        ("airsplay", tmp_path / "new", "names 1601 classes, but the weights have 1600"),
+        ("vl-bert", tmp_path / "new", "names 1601 classes, but the weights have 0"),
     ):
         with pytest.raises(SystemExit, match=message):
-            main(given)
+            main([str(files[release]), str(to), more])
     assert not (tmp_path / "new").exists()
 
 
@@ -226,9 +218,8 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     converted: dict[str, Converted], tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     ours, weights = converted["airsplay"], tmp_path / "small.safetensors"
-    network = dataclasses.replace(
-        ours.network, short_side=96, long_side=160, post_nms=12, anchor_sizes=(16, 24, 32, 64)
-    )
+    sizes = {"short_side": 96, "long_side": 160, "post_nms": 12, "anchor_sizes": (16, 24, 32, 64)}
+    network = dataclasses.replace(ours.network, **sizes)
     names = {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES, "network": dataclasses.asdict(network)}
     write_weights(weights, ours.tensors, ours.metadata | names)
     image, broken = tmp_path / "a.jpg", tmp_path / "broken.jpg"

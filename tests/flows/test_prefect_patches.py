@@ -40,39 +40,30 @@ from flows.prefect_patches import (
     set_running,
 )
 
-# Stands for a run: notes each SIGTERM in a file, and ends with none.
+# Stands for a run that does not end at SIGTERM: prints its process id, and each signal.
 RUN = """
-import os, signal, sys, time
+import os, signal, time
 from flows.engine import exit_with_parent
-def ended(*_):
-    with open(sys.argv[1], "a") as file:
-        file.write("SIGTERM ")
-signal.signal(signal.SIGTERM, ended)
+signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
 exit_with_parent(os.getppid())
-open(sys.argv[1], "a").close()
+print(os.getpid(), flush=True)
 while True:
     time.sleep(0.1)
 """
 
 
-def test_a_run_ends_with_its_worker_also_where_it_hears_no_sigterm(tmp_path: Path):
-    notes = tmp_path / "notes"
-    starts = ["sh", "-c", '"$@" & echo $!; exec sleep 600', "worker"]  # a run, says its process id, and waits
-    worker = subprocess.Popen([*starts, sys.executable, "-c", RUN, str(notes)], stdout=subprocess.PIPE, text=True)
-    pid = int(worker.stdout.readline())
-
-    def lives() -> bool:
-        return pid in {one for one, _, _ in running()}
-
+def test_a_run_ends_with_its_worker_also_where_it_hears_no_sigterm():
+    starts = ["sh", "-c", '"$@" & exec sleep 600', "worker"]
+    worker = subprocess.Popen([*starts, sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
     try:
-        wait_until(notes.exists, 20)
+        pid = int(worker.stdout.readline())
         time.sleep(0.5)
-        assert lives(), "while its worker does"
+        assert Path(f"/proc/{pid}").exists(), "while its worker does"
     finally:
         worker.kill()
         worker.wait()
-    assert 3 <= wait_until(lambda: not lives(), 10) <= 5
-    assert notes.read_text() == "SIGTERM ", "one, and no second that would interrupt what the first one started"
+    assert 3 <= wait_until(lambda: pid not in {one for one, _, _ in running()}, 10) <= 5
+    assert worker.stdout.read() == "SIGTERM\n", "one, and no second that would interrupt what the first one started"
 
 
 ASK = """
@@ -146,19 +137,16 @@ def test_a_run_that_ends_as_cancelled_says_so_to_the_engine(monkeypatch: pytest.
     assert control_listener.get_intent() == "cancel"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "hours", "wrong"),
-    [
+def test_only_an_alarm_since_the_process_began_is_wrong():
+    began = datetime.now(UTC)
+    for kind, message, hours, wrong in (
         (StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone", 1, True),
         (StateType.CRASHED, f"{NO_SIGN} for 70 s: its process is gone", -1, False),  # of an attempt before
         (StateType.CRASHED, "its process was gone", 1, False),
         (StateType.FAILED, NO_SIGN, 1, False),
-    ],
-)
-def test_only_an_alarm_since_the_process_began_is_wrong(kind: StateType, message: str, hours: int, wrong: bool):
-    began = datetime.now(UTC)
-    state = State(type=kind, message=message, timestamp=began + timedelta(hours=hours))
-    assert is_wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began) is wrong
+    ):
+        state = State(type=kind, message=message, timestamp=began + timedelta(hours=hours))
+        assert is_wrongly_crashed(FlowRun(flow_id=uuid4(), state=state), began) is wrong
 
 
 class Deployed:
@@ -175,17 +163,22 @@ class Deployed:
             self.client.set_flow_run_state(run.id, state)
         return self.client.read_flow_run(run.id)
 
+    def crashed_and_running_again(self, run: FlowRun) -> FlowRun:
+        """As the alarm does it, and then the run."""
+        self.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
+        set_running(self.client, self.client.read_flow_run(run.id))
+        return self.client.read_flow_run(run.id)
+
     def places(self) -> int:
-        """How many the server believes to be taken."""
         return self.client.read_global_concurrency_limit_by_name(f"deployment:{self.id}").active_slots
 
-    def seconds_left(self, lease: UUID) -> float | None:
-        """Of a lease; None where it is gone."""
-        try:
-            kept = json.loads((self.leases / f"{lease}.json").read_text())
-        except FileNotFoundError:
+    def seconds_left(self, run: FlowRun) -> float | None:
+        """Of a run's lease; None where it is gone."""
+        lease = self.leases / f"{lease_of(run)}.json"
+        if not lease.exists():
             return None
-        return (datetime.fromisoformat(kept["expiration"]) - datetime.now(UTC)).total_seconds()
+        expiration = datetime.fromisoformat(json.loads(lease.read_text())["expiration"])
+        return (expiration - datetime.now(UTC)).total_seconds()
 
 
 def lease_of(run: FlowRun) -> UUID | None:
@@ -202,35 +195,30 @@ def test_the_slot_of_a_run_is_renewed_to_a_day_also_when_it_has_it_again_and_end
     deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ):
     run = deployed.at_work()
-    assert deployed.seconds_left(lease_of(run)) < 3600
+    assert deployed.seconds_left(run) < 3600
     renewed = renew_slot(deployed.client, run, (None, 0.0))
-    assert deployed.seconds_left(lease_of(run)) > 86000
+    assert deployed.seconds_left(run) > 86000
     assert renew_slot(deployed.client, run, renewed) == renewed, "not each second"
     monkeypatch.setattr("flows.prefect_patches._RENEW_SECONDS", 0.0)
     assert renew_slot(deployed.client, run, renewed) != renewed
 
-    deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
-    set_running(deployed.client, deployed.client.read_flow_run(run.id))
-    again = deployed.client.read_flow_run(run.id)
+    again = deployed.crashed_and_running_again(run)
     assert lease_of(again) not in (None, lease_of(run))
-    assert deployed.seconds_left(lease_of(again)) <= _SHORT_LEASE
+    assert deployed.seconds_left(again) <= _SHORT_LEASE
     renewed = renew_slot(deployed.client, again, renewed)
-    assert deployed.seconds_left(lease_of(again)) > 86000
+    assert deployed.seconds_left(again) > 86000
     assert deployed.places() == 1
     deployed.client.set_flow_run_state(again.id, Completed())  # as the engine does it
-    assert (deployed.places(), deployed.seconds_left(lease_of(again))) == (0, None)
+    assert (deployed.places(), deployed.seconds_left(again)) == (0, None)
     assert renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed) == renewed, "nothing is left"
 
 
 def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):
     run = deployed.at_work()
-    deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))  # as the alarm does it
+    deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
     other = deployed.at_work()
-    set_running(deployed.client, deployed.client.read_flow_run(run.id))
-    again = deployed.client.read_flow_run(run.id)
+    again = deployed.crashed_and_running_again(run)
     renew_slot(deployed.client, again, (None, 0.0))
-    assert deployed.places() == 1
     deployed.client.set_flow_run_state(run.id, Completed())
-    assert deployed.places() == 1
-    assert deployed.seconds_left(lease_of(again)) is None
-    assert deployed.seconds_left(lease_of(other)) > 0
+    assert (deployed.places(), deployed.seconds_left(again)) == (1, None)
+    assert deployed.seconds_left(other) > 0

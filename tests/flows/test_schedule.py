@@ -26,8 +26,8 @@ def test_new_shards_of_a_flow_or_of_another_program_are_detected_once(
     served: Operated, demo_data: DemoData, tmp_path: Path
 ):
     root = tmp_path / "another root"
-    dataset = tiny_pipeline(demo_data, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
-    source = {name: value for name, value in dataset.items() if name != "detector"}
+    source = tiny_pipeline(demo_data, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
+    del source["detector"]
     half = tmp_path / "train.tsv"
     half.write_text("".join(demo_data.train_tsv.read_text().splitlines(keepends=True)[:12]))
 

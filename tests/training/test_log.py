@@ -5,20 +5,16 @@ import time
 
 import pytest
 
-from storage.object_store import ObjectStore, open_store
+from storage.object_store import open_store
 from training.checkpoint import Writer
 from training.log import RunLog, read_metrics
 from training.metrics import RunningAverages
 
 
-@pytest.fixture
-def store(tmp_path) -> ObjectStore:
-    return open_store(str(tmp_path))
-
-
-def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, store, capsys):
+def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable_sample_is_one(tmp_path, capsys):
     """Files are replaced at once: a kill halfway leaves one or the other."""
     lines, unreadable = (tmp_path / "runs/run" / name for name in ("metrics.jsonl", "unreadable.jsonl"))
+    store = open_store(str(tmp_path))
     with Writer(store) as writer:
         record = RunLog(writer, "run", 0, 10, 1)
         record.unreadable([])
@@ -40,8 +36,8 @@ def test_a_resumed_log_lacks_the_lines_behind_its_checkpoint_and_each_unreadable
     assert reasons == ["reason 1", "reason 4"]
 
 
-def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path, store):
-    file = tmp_path / "runs/run/metrics.jsonl"
+def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path):
+    store, file = open_store(str(tmp_path)), tmp_path / "runs/run/metrics.jsonl"
     file.parent.mkdir(parents=True)
     for bad in (b"{", b"7", b'{"kind": "training"}', b"\xff"):
         file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n')

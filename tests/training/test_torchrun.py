@@ -60,10 +60,9 @@ run_in_world("rank.py", work, timedelta(seconds=float(sys.argv[2])))
 def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
     """torchrun kills it 30 s after it asked it to end."""
     status, _, errors = ended(launched(tmp_path, RANK, 1, 5), 5 + TOGETHER)
-    assert status == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("rank.py: ")]
     assert re.match(r"rank.py: another rank failed or hangs \(.*\); see its error above", line)
-    assert "[rank" not in errors, "no traceback of a rank"
+    assert (status, "[rank" in errors) == (1, False), "no traceback of a rank"
 
 
 # A rank of a training of the tiny recipe without dropout. As it begins a step, one is killed, once in all, or gets a
@@ -147,9 +146,8 @@ def test_when_a_node_is_gone_the_other_ends(tmp_path):
     finally:
         for node in nodes:
             node.kill()
-    assert status == 1
     assert errors.count("another rank failed or hangs") <= 2
-    assert "[rank" not in errors, "no traceback of a rank"
+    assert (status, "[rank" in errors) == (1, False), "no traceback of a rank"
 
 
 OF_RANK_0 = "import os\nif os.environ['RANK'] != '0':\n    raise ImportError('no such library')\n"
