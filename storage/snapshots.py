@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, check_version, write_digest
-from storage.manifests import Header
+from storage.manifests import PARQUET, Header
 from storage.object_store import ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.safe_json import parse_json
 
@@ -148,13 +148,10 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     with pq.ParquetWriter(
         file,
         SNAPSHOT_SCHEMA,
-        version="2.6",
-        data_page_version="1.0",
-        compression="zstd",
-        compression_level=3,
         use_dictionary=["shard", "license"],
         write_statistics=False,
         write_page_checksum=True,
+        **PARQUET,
     ) as writer:
         waiting, rows = [], 0
         for header, table in shards:
