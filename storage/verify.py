@@ -22,9 +22,8 @@ def verify(inventory: Inventory) -> Iterator[str]:
     Checkpoints are checked as well, unless the inventory is limited to one dataset.
     """
     store = inventory.store
-    if inventory.dataset is None:
-        folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
-        yield from _check_each(lambda folder: _check_checkpoint(store, folder), sorted(folders))
+    folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
+    yield from _check_each(lambda folder: _check_checkpoint(store, folder), sorted(folders))
     withdrawn = Withdrawn()
     try:
         withdrawn = read_withdrawn(store)

@@ -189,9 +189,8 @@ def collect_group(
             "not committed; run again"
         )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
-        collector = _GroupCollector(
-            catalog, settings, group, rows, on_commit, log, claims, read_withdrawn(catalog.store)
-        )
+        withdrawn = read_withdrawn(catalog.store)
+        collector = _GroupCollector(catalog, settings, group, rows, on_commit, log, claims, withdrawn)
         asyncio.run(collector.collect())
         return collector.count()
 
