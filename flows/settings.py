@@ -95,8 +95,6 @@ class TrainDetectorSettings(AnnotationConfig):
     A setting that is None or empty keeps the recipe's value.
     """
 
-    __pydantic_config__ = FORM
-
     recipe: str = "detector_vg_resnet101"
     """Recipe of detectors/recipes.py."""
     run: str = ""

@@ -104,12 +104,11 @@ def collect(
     listed = prepare_rows(catalog.store, settings)
     parts = plan(settings, listed, headers)
     missing = [part for part in parts if part.shard not in headers]
-    retries = [  # committed shards with rows to request again
+    missing += [  # committed shards with rows to request again
         dataclasses.replace(part, replaces=headers[part.shard].sha256)
         for part in parts
         if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
     ]
-    missing += retries
     _log_plan(settings, listed, len(missing), len(parts), log_line)
     has_images = any(header.ok_rows for header in headers.values())
 
