@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         pa.field("license", pa.string()),  # null if the list has none
     ]
 )
-# Written out, so that another version of pyarrow gives the same bytes; snapshots use them as well.
+# Written out, so that other defaults of pyarrow do not change the files. Snapshots use them as well.
 PARQUET = {"version": "2.6", "data_page_version": "1.0", "compression": "zstd", "compression_level": 3}
 _NULLS = (None,) * 6  # offset, length, width, height, num_regions and sha256 of a row that is not ok
 
