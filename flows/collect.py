@@ -17,8 +17,6 @@ from storage.collect.plan import CollectSettings
 from storage.collect.run import IMAGES, Collected, Group, OnCommit, collect, collect_group
 from storage.object_store import open_store
 
-__all__ = ["COMMITTED", "Collected", "collect_flow", "is_transient", "networked"]
-
 # Event emitted after shards are committed, with root and dataset: prefect.yaml starts detect-regions/scheduled with
 # these.
 COMMITTED = "vlbert.images.committed"

@@ -37,10 +37,6 @@ class Detected:
     seconds: float
     peak_bytes: int  # peak memory of the child process
 
-    @property
-    def stage(self) -> str:
-        return f"regions/{self.detector}"
-
 
 def detect(
     root: str,
@@ -99,7 +95,7 @@ def detect_dataset(root: str, dataset: str, detector: DetectionConfig, artifact:
         root, dataset, detector, stage_logger().info, lambda progress: artifact.show(lambda: escape(progress()))
     )
     catalog = Catalog(open_store(root, write=False), dataset)
-    artifact.show(lambda: make_counts_table(catalog, detected.stage), now=True)
+    artifact.show(lambda: make_counts_table(catalog, f"regions/{detected.detector}"), now=True)
     return detected
 
 

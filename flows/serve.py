@@ -117,23 +117,6 @@ def read_tail(log: Path) -> str:
     return f"{log} ends with:\n" + "\n".join(lines)
 
 
-def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None) -> None:
-    """Run a server and a worker until a signal arrives or one of them ends (see `serving` for the arguments)."""
-    print(f"starting Prefect, with its files in {home}", flush=True)
-    with serving(home, port, deployments, query_seconds, limit) as check:
-        print(
-            f"Prefect's UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
-            "To start a run, in another terminal:\n"
-            f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
-            f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"
-            "Ctrl-C stops the server, the worker and all runs",
-            flush=True,
-        )
-        while True:
-            check()
-            time.sleep(_POLL)
-
-
 def serve_file(
     deployments: Path = Path("prefect.yaml"),
     home: Path | None = None,
@@ -150,11 +133,23 @@ def serve_file(
         limit: maximum number of concurrent runs; None: no limit. Use 1 if runs share a GPU
         query: seconds between two queries for new runs
     """
-    home = home or Path(os.environ.get("PREFECT_HOME") or ".prefect")
+    home = (home or Path(os.environ.get("PREFECT_HOME") or ".prefect")).absolute()
     if not deployments.is_file():
         raise ValueError(f"there is no file {deployments}; name one with --deployments, such as prefect.yaml")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # handle SIGTERM like Ctrl-C
-    serve(home.absolute(), port, deployments, query, limit)
+    print(f"starting Prefect, with its files in {home}", flush=True)
+    with serving(home, port, deployments, query, limit) as check:
+        print(
+            f"Prefect's UI is at http://127.0.0.1:{port}; the flows' log is {home}/worker.log\n"
+            "To start a run, in another terminal:\n"
+            f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
+            f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"
+            "Ctrl-C stops the server, the worker and all runs",
+            flush=True,
+        )
+        while True:
+            check()
+            time.sleep(_POLL)
 
 
 main = Command("vlbert serve", serve_file, RuntimeError)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from detectors.config import AnnotationConfig, DetectionConfig
 from flows.supervisor import GRACE
 from storage.collect.plan import CollectSettings
-from storage.settings import FORM
+from storage.settings import FORM, check
 
 if TYPE_CHECKING:
     from vlbert.config import Recipe
@@ -53,8 +53,7 @@ class Processes:
 
     def __post_init__(self):
         for name, least in (("count", 1), ("nodes", 1), ("restarts", 0), ("grace", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"Processes.{name} is {getattr(self, name)}; it must be at least {least}")
+            check(self, getattr(self, name) >= least, name, f"at least {least}")
         if self.nodes > 1 and not self.launcher:
             raise ValueError(
                 f"Processes.nodes is {self.nodes}, but launcher is empty; on SLURM, set launcher to srun, "
@@ -95,8 +94,6 @@ class TrainDetectorSettings(AnnotationConfig):
 
     A setting that is None or empty keeps the recipe's value.
     """
-
-    __pydantic_config__ = FORM
 
     recipe: str = "detector_vg_resnet101"
     """Recipe of detectors/recipes.py."""

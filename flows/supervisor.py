@@ -179,9 +179,7 @@ def _supervise(command: list[str], grace: float) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # In addition to the socket, because a process forked by the flow without exec would hold its end open.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    awake, waker = os.pipe()
-    for end in (awake, waker):
-        os.set_blocking(end, False)
+    awake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     for number in (*_STOP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)

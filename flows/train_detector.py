@@ -28,8 +28,8 @@ def train_detector(
     run = settings.run or settings.recipe
     annotations = AnnotationConfig(**{name: getattr(settings, name) for name in _ANNOTATIONS})
     fields = {"root": root, "run_name": run, "init_from": settings.init_from}
-    data = {f"data.{name}": getattr(annotations, name) for name in changed_fields(annotations)}
-    arguments = [settings.recipe, *as_arguments(data | drop_none(fields)), *settings.overrides]
+    fields = changed_fields(annotations, prefix="data.") | drop_none(fields)
+    arguments = [settings.recipe, *as_arguments(fields), *settings.overrides]
     peak_bytes = torchrun("detectors.train", arguments, settings.processes, log, watch)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):

@@ -40,8 +40,7 @@ def check_version(actual: object, version: int, location: str) -> None:
 def write_digest(data: bytearray | mmap.mmap) -> None:
     """Write the digest of `data` over its placeholder, BLANK. Call this last, when all other bytes are final."""
     offset = _digest_offset(data)
-    if offset is None:
-        raise AssertionError(f"there is no {OWN_SHA256} in these {len(data)} bytes")
+    assert offset is not None, f"there is no {OWN_SHA256} in these {len(data)} bytes"
     data[offset : offset + len(BLANK)] = _digest(data, offset)
 
 

@@ -26,7 +26,7 @@ class Inventory:
     """
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
-        self.store, self.dataset = store, dataset
+        self.store = store
         # (dataset, stage) -> shard -> revision number -> manifest; manifest_names() sorts the revisions
         self.manifests: dict[tuple[str, str], dict[str, dict[int, ObjectInfo]]] = defaultdict(lambda: defaultdict(dict))
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)

@@ -35,6 +35,8 @@ SCHEMA = pa.schema(
         pa.field("license", pa.string()),  # null if the list has none
     ]
 )
+# Written out, so that other defaults of pyarrow do not change the files. Snapshots use them as well.
+PARQUET = {"version": "2.6", "data_page_version": "1.0", "compression": "zstd", "compression_level": 3}
 _NULLS = (None,) * 6  # offset, length, width, height, num_regions and sha256 of a row that is not ok
 
 
@@ -133,16 +135,8 @@ def table_bytes(table: pa.Table, header: dict) -> bytes:
     """Encode a manifest as bytes. `table` holds its rows, in the columns of SCHEMA."""
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sink = io.BytesIO()
-    with pq.ParquetWriter(
-        sink,
-        SCHEMA,
-        version="2.6",
-        data_page_version="1.0",
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=["status", "detail", "license"],
-        write_statistics=True,
-    ) as writer:
+    dictionaries = ["status", "detail", "license"]
+    with pq.ParquetWriter(sink, SCHEMA, use_dictionary=dictionaries, write_statistics=True, **PARQUET) as writer:
         writer.write_table(table, row_group_size=max(1, len(table)))
         writer.add_key_value_metadata({"manifest": text, OWN_SHA256: BLANK})
     data = bytearray(sink.getvalue())

@@ -131,34 +131,31 @@ class LocalStore:
         Raises StorageUnreachable, with nothing changed, if it cannot be written.
         """
         with _write_errors(file := self._file(path)):
-            return self._put(file, data, if_absent)
-
-    def _put(self, file: Path, data: Content, if_absent: bool) -> bool:
-        if if_absent and file.exists():
-            return False
-        # In the same folder, so that the rename stays within one file system; with a dot, so that `list` skips it.
-        temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
-        try:
-            with _open_new(temporary) as out:
-                if isinstance(data, Path):
-                    with data.open("rb") as source:
-                        shutil.copyfileobj(source, out, 1 << 20)
+            if if_absent and file.exists():
+                return False
+            # In the same folder, so that the rename stays within one file system; with a dot, so that `list` skips it.
+            temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+            try:
+                with _open_new(temporary) as out:
+                    if isinstance(data, Path):
+                        with data.open("rb") as source:
+                            shutil.copyfileobj(source, out, 1 << 20)
+                    else:
+                        out.write(data)
+                    out.flush()
+                    os.fsync(out.fileno())
+                if if_absent:
+                    try:
+                        os.link(temporary, file)  # fails if the name is taken, unlike a rename
+                    except FileExistsError:
+                        return False
                 else:
-                    out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-            if if_absent:
-                try:
-                    os.link(temporary, file)  # fails if the name is taken, unlike a rename
-                except FileExistsError:
-                    return False
-            else:
-                os.replace(temporary, file)
-        finally:
-            self._remove(temporary)
-        with contextlib.suppress(FileNotFoundError):  # the file was removed already, and its folder with it
-            _sync_folder(file.parent)
-        return True
+                    os.replace(temporary, file)
+            finally:
+                self._remove(temporary)
+            with contextlib.suppress(FileNotFoundError):  # the file was removed already, and its folder with it
+                _sync_folder(file.parent)
+            return True
 
     def get(self, path: str) -> bytes:
         """Return an object's bytes. Raises ObjectMissing or, if the object cannot be read, StorageUnreachable."""
@@ -348,10 +345,8 @@ class S3Store:
         with self._errors("head_bucket", ""):
             client = self._new_client(connect_timeout=3, read_timeout=5, attempts=3)
             client.head_bucket(Bucket=self.bucket)
-        if write:
-            self._check_conditions()
-
-    def _check_conditions(self) -> None:
+        if not write:
+            return
         for _ in range(2):  # the first write succeeds if there is no object yet
             try:
                 self._call("put_object", ".probe", Key=f"{self._prefix}.probe", Body=b"", IfNoneMatch="*")
@@ -389,17 +384,18 @@ class S3Store:
                 return True
             except StorageUnreachable as error:
                 if error.http_status == 412:
-                    return self._mark_of(path) == mark
+                    answer = self._head(path)  # None if it was deleted since
+                    return answer is not None and answer.get("Metadata", {}).get("writer") == mark
                 if error.http_status != 409 or attempt == _ATTEMPTS - 1:
                     raise
             time.sleep(0.1 * 2**attempt * (0.5 + random.random()))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _mark_of(self, path: str) -> str | None:
+    def _head(self, path: str) -> dict | None:
         try:
-            return self._call("head_object", path, Key=self._key(path)).get("Metadata", {}).get("writer")
+            return self._call("head_object", path, Key=self._key(path))
         except ObjectMissing:
-            return None  # deleted since
+            return None
 
     def get(self, path: str) -> bytes:
         return self._read(path)
@@ -416,11 +412,7 @@ class S3Store:
         return _check_range(data, self.uri(path), offset, length)
 
     def exists(self, path: str) -> bool:
-        try:
-            self._call("head_object", path, Key=self._key(path))
-        except ObjectMissing:
-            return False
-        return True
+        return self._head(path) is not None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         key = self._prefix + _check_prefix(prefix)
@@ -541,9 +533,6 @@ class Ranges(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]

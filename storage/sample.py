@@ -30,8 +30,8 @@ _ARRAYS = {
     "features": ("<f2", (None, -1)),
 }
 _REQUIRED = ("boxes", "scores", "labels")
-_JSON_FIELDS = {"version", "caption", "url", "width", "height", "sha256", "flags"}  # required in the .json member
-_EXTRA = {"extra"}  # optional
+# Fields of Sample in the .json member, next to `version` and, if the sample has it, `extra`.
+_JSON_FIELDS = ("caption", "url", "width", "height", "sha256", "flags")
 # More than any .mp member needs. Without limits, a few bytes can request arrays of gigabytes.
 _LIMITS = {"max_map_len": 32, "max_array_len": 3, "max_str_len": 1000, "max_ext_len": 0}
 
@@ -156,15 +156,7 @@ def to_members(sample: Sample) -> dict[str, bytes]:
     Raises BadSample if `from_members` would refuse a field.
     """
     check_sample(sample)
-    metadata = {
-        "version": SAMPLE_VERSION,
-        "caption": sample.caption,
-        "url": sample.url,
-        "width": sample.width,
-        "height": sample.height,
-        "sha256": sample.sha256,
-        "flags": list(sample.flags),
-    }
+    metadata = {"version": SAMPLE_VERSION} | {name: getattr(sample, name) for name in _JSON_FIELDS}
     if sample.extra is not None:
         metadata["extra"] = sample.extra
     members = {"jpg": sample.image, "json": json.dumps(metadata, ensure_ascii=False).encode()}
@@ -183,24 +175,19 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             if name not in members:
                 raise ValueError(f"there is no .{name} member, only {sorted(members)}")
         metadata = parse_json(members["json"], "the .json member")
-        if missing := _JSON_FIELDS - metadata.keys():
+        if missing := {"version", *_JSON_FIELDS} - metadata.keys():
             raise ValueError(f"{min(missing)} is missing in the .json member")
-        if unknown := metadata.keys() - _JSON_FIELDS - _EXTRA:
+        if unknown := metadata.keys() - {"version", *_JSON_FIELDS, "extra"}:
             raise ValueError(f"{short_repr(min(unknown))} is not a field of the .json member")
-        version, flags = metadata["version"], metadata["flags"]
+        version, flags = metadata.pop("version"), metadata.pop("flags")
         if type(version) is not int or version != SAMPLE_VERSION:
             raise ValueError(f"it has version {short_repr(version)}, but this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
             image=bytes(members["jpg"]),
-            caption=metadata["caption"],
-            url=metadata["url"],
-            width=metadata["width"],
-            height=metadata["height"],
-            sha256=metadata["sha256"],
             flags=tuple(flags) if type(flags) is list else flags,
             regions=unpack_regions(members["mp"]) if "mp" in members else None,
-            extra=metadata.get("extra"),
+            **metadata,
         )
         _check(sample)
     except ValueError as error:

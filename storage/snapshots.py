@@ -19,27 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, check_version, write_digest
-from storage.manifests import Header
+from storage.manifests import PARQUET, SCHEMA, Header
 from storage.object_store import ObjectMissing, ObjectStore, Ranges, StorageUnreachable
 from storage.safe_json import parse_json
 
 SNAPSHOT_VERSION = 5
+# Columns that are copied from a manifest. The offset and the length come next to each other, so that one range request
+# reads an index's columns of a row group.
+FROM_MANIFEST = ("row", "offset", "length", "width", "height", "num_regions", "key", "url", "license")
 SNAPSHOT_SCHEMA = pa.schema(
-    [
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("row", pa.int64(), nullable=False),
-        # Next to each other, so that one range request reads an index's columns of a row group.
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("num_regions", pa.int32()),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("url", pa.string(), nullable=False),
-        pa.field("license", pa.string()),
-    ]
+    [pa.field("shard", pa.int32(), nullable=False)]
+    + [SCHEMA.field(name).with_nullable(name in ("num_regions", "license")) for name in FROM_MANIFEST]
 )
-FROM_MANIFEST = SNAPSHOT_SCHEMA.names[1:]  # columns that are copied from a manifest
 _GROUP = 2**17  # rows per row group, which is decoded as a whole
 
 
@@ -149,13 +140,10 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     with pq.ParquetWriter(
         file,
         SNAPSHOT_SCHEMA,
-        version="2.6",
-        data_page_version="1.0",
-        compression="zstd",
-        compression_level=3,
         use_dictionary=["shard", "license"],
         write_statistics=False,
         write_page_checksum=True,
+        **PARQUET,
     ) as writer:
         waiting, rows = [], 0
         for header, table in shards:

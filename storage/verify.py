@@ -22,9 +22,8 @@ def verify(inventory: Inventory) -> Iterator[str]:
     Checkpoints are checked as well, unless the inventory is limited to one dataset.
     """
     store = inventory.store
-    if inventory.dataset is None:
-        folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
-        yield from _check_each(lambda folder: _check_checkpoint(store, folder), sorted(folders))
+    folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
+    yield from _check_each(lambda folder: _check_checkpoint(store, folder), sorted(folders))
     withdrawn = Withdrawn()
     try:
         withdrawn = read_withdrawn(store)
@@ -42,17 +41,14 @@ def _check_each(
 ) -> Iterator[str]:
     """Run `check` on the items in parallel, and yield the faults in order. A missing or invalid file is a fault."""
 
-    def collect_faults(item: _Item) -> list[str]:
-        faults = []
+    def find_faults(item: _Item) -> Iterator[str]:
         try:
-            for fault in check(item):
-                faults.append(fault)
+            yield from check(item)
         except (ValueError, ObjectMissing, FileNotFoundError) as error:
-            faults.append(str(error))
-        return faults
+            yield str(error)
 
     with ThreadPoolExecutor(readers) as pool:
-        for faults in pool.map(collect_faults, items):
+        for faults in pool.map(lambda item: [*find_faults(item)], items):
             yield from faults
 
 

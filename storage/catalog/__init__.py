@@ -209,15 +209,10 @@ class Catalog:
         table = SCHEMA.empty_table()
         if columns:
             table = pq.read_table(io.BytesIO(data), columns=list(columns), use_threads=False)
+        same = ("shard", "stage", "tar_sha256", "tar_bytes", "content", "statuses", "meta")
         return Manifest(
-            shard=shard,
-            stage=stage,
+            **{name: header[name] for name in same},
             tar=header["tar"] and self.path(stage, header["tar"]),
-            tar_sha256=header["tar_sha256"],
-            tar_bytes=header["tar_bytes"],
-            content=header["content"],
-            statuses=header["statuses"],
-            meta=header["meta"],
             sha256=hashlib.sha256(data).hexdigest(),
             revision=int(revision or 1),
             table=table.replace_schema_metadata(None),

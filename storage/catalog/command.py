@@ -22,7 +22,19 @@ def print_status(root: Root) -> None:
 
 def verify_files(root: Root, dataset: OnlyDataset = None) -> None:
     """Check every tar, manifest, snapshot and checkpoint against its digest. Exits with status 1 if one is damaged."""
-    sys.exit(_print_faults(Inventory(open_store(root, write=False), dataset)))
+    inventory = Inventory(open_store(root, write=False), dataset)
+    found = (inventory.manifests, inventory.snapshots, inventory.states)
+    shards, snapshots, checkpoints = (sum(map(len, names.values())) for names in found)
+    if not shards + snapshots + checkpoints:
+        print(f"nothing is committed under {inventory.store.uri()}", file=sys.stderr)
+        sys.exit(1)
+    faults = 0
+    for fault in verify(inventory):
+        print(fault, flush=True)
+        faults += 1
+    result = f"{faults:,} faults" if faults else "OK: no problems found"
+    print(f"{result} (checked: shards {shards:,}, snapshots {snapshots:,}, checkpoints {checkpoints:,})")
+    sys.exit(1 if faults else 0)
 
 
 def delete_garbage(root: Root, grace: float = 24, delete: bool = False) -> None:
@@ -40,22 +52,6 @@ def delete_garbage(root: Root, grace: float = 24, delete: bool = False) -> None:
 
 def _print(lines: Iterable[str], root: str) -> None:
     print("\n".join(lines) or f"nothing is committed under {root}")
-
-
-def _print_faults(inventory: Inventory) -> int:
-    """Print the faults of a root. Return the exit status: 1 if there is a fault or nothing to check, else 0."""
-    shards, snapshots = (sum(map(len, names.values())) for names in (inventory.manifests, inventory.snapshots))
-    checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
-    if not shards + snapshots + checkpoints:
-        print(f"nothing is committed under {inventory.store.uri()}", file=sys.stderr)
-        return 1
-    faults = 0
-    for fault in verify(inventory):
-        print(fault, flush=True)
-        faults += 1
-    result = f"{faults:,} faults" if faults else "OK: no problems found"
-    print(f"{result} (checked: shards {shards:,}, snapshots {snapshots:,}, checkpoints {checkpoints:,})")
-    return 1 if faults else 0
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {"status": print_status, "verify": verify_files, "gc": delete_garbage}

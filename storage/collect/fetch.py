@@ -19,7 +19,7 @@ from storage.collect.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, check_x_r
 from storage.collect.statuses import Refused, Status
 from storage.programs import require
 from storage.redact import display_url, redacted
-from storage.settings import FORM, check
+from storage.settings import check
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,8 +40,6 @@ _Answer = TypeVar("_Answer")
 @dataclass(frozen=True, kw_only=True)
 class DownloadSettings(ImageSettings):
     """Settings for downloading images, in addition to those for storing them."""
-
-    __pydantic_config__ = FORM
 
     deadline: float = 20.0
     """seconds for one URL, from the DNS lookup to the last byte, with redirects, retries and pauses; the same again in

@@ -104,12 +104,11 @@ def collect(
     listed = prepare_rows(catalog.store, settings)
     parts = plan(settings, listed, headers)
     missing = [part for part in parts if part.shard not in headers]
-    retries = [  # committed shards with rows to request again
+    missing += [  # committed shards with rows to request again
         dataclasses.replace(part, replaces=headers[part.shard].sha256)
         for part in parts
         if part.shard in headers and settings.retried_statuses & headers[part.shard].statuses.keys()
     ]
-    missing += retries
     _log_plan(settings, listed, len(missing), len(parts), log_line)
     has_images = any(header.ok_rows for header in headers.values())
 
@@ -189,9 +188,8 @@ def collect_group(
             "not committed; run again"
         )
     with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
-        collector = _GroupCollector(
-            catalog, settings, group, rows, on_commit, log, claims, read_withdrawn(catalog.store)
-        )
+        withdrawn = read_withdrawn(catalog.store)
+        collector = _GroupCollector(catalog, settings, group, rows, on_commit, log, claims, withdrawn)
         asyncio.run(collector.collect())
         return collector.count()
 

@@ -33,7 +33,6 @@ class Spool:
     """
 
     def __init__(self) -> None:
-        self._end = 0
         # Also held while the file is closed, because a thread that is still decoding must not write into another file
         # that gets the same descriptor.
         self._lock = threading.Lock()
@@ -50,12 +49,10 @@ class Spool:
         """Write an image to the file. Raises OSError, naming the folder, if the disk is full."""
         left = memoryview(image.jpeg)
         with self._lock:
-            offset = self._end
+            offset = self._file.tell()  # the end, because pread does not move it
             try:
                 while left:
-                    written = os.pwrite(self._file.fileno(), left, self._end)
-                    left = left[written:]
-                    self._end += written
+                    left = left[self._file.write(left) :]
             except OSError as error:
                 raise OSError(
                     error.errno,

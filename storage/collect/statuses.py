@@ -1,12 +1,10 @@
 """Statuses of rows with their explanations, and the exception that carries a status."""
 
 from enum import StrEnum
-from http import HTTPStatus
+from http.client import responses
 from typing import Self
 
 from storage import manifests, withdrawn
-
-_HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class Status(StrEnum):
@@ -70,7 +68,7 @@ class Status(StrEnum):
 
     members = vars()
     for code in range(400, 600):
-        members[f"HTTP_{code}"] = f"http_{code}", f"HTTP {code} {_HTTP_NAMES.get(code, '')}".rstrip()
+        members[f"HTTP_{code}"] = f"http_{code}", f"HTTP {code} {responses.get(code, '')}".rstrip()
 
     @classmethod
     def of_http(cls, code: int) -> "Status":
