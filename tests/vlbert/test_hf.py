@@ -69,9 +69,8 @@ def save_ours(folder: Path, model: TaskModel) -> Path:
     beside = {TASK: json.dumps({name: getattr(task, name) for name in task.saved}).encode()} if task.saved else {}
     words = (model.vlbert.config, len(task.vocabulary), task.vocabulary)
     folder.mkdir()
-    for name, data in model_files(
-        model.state_dict(), *words, metadata | {"num_classes": task.num_classes}, beside
-    ).items():
+    metadata |= {"num_classes": task.num_classes}
+    for name, data in model_files(model.state_dict(), *words, metadata, beside).items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -86,12 +85,9 @@ def labels_of(name: str, batch: Batch) -> dict[str, torch.Tensor]:
 
     labels = batch.labels
     if name == "pre-training":
-        regions = filled(labels["region_classes"], "region_label_mask", 0)
-        return {
-            "labels": filled(labels["words"], "word_label_mask", -100),
-            "region_labels": regions,
-            "sentence_image_labels": labels["related"],
-        }
+        words, regions = filled(labels["words"], "word_label_mask", -100), labels["region_classes"]
+        regions = filled(regions, "region_label_mask", 0)
+        return {"labels": words, "region_labels": regions, "sentence_image_labels": labels["related"]}
     if name == "vcr":
         index = batch.labelled["region_label_mask"]
         regions = filled(batch.region_classes.flatten()[index], "region_label_mask", -100)
@@ -123,13 +119,23 @@ def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: s
     assert not again
     inputs, labels = from_batch(batch), labels_of(name, batch)
     with torch.no_grad():
-        encoded = model.vlbert(batch)
+        encoded, watched = model.vlbert(batch), model.vlbert(batch, attentions=True)
         losses = {kind: loss / max(1, n) for kind, (loss, n) in model(batch).items() if not kind.endswith("accuracy")}
-        found = theirs(**inputs, **labels)
-        alone = VLBertModel.from_pretrained(tmp_path / "ours")(**inputs)
-    assert torch.equal(alone.last_hidden_state, encoded.text)
-    assert torch.equal(alone.visual_last_hidden_state, encoded.regions)
+        found, without_head = theirs(**inputs, **labels), VLBertModel.from_pretrained(tmp_path / "ours")
+        alone = without_head(**inputs, output_attentions=True, output_hidden_states=True)
+        text, regions = without_head(**inputs, return_dict=False)
+    assert torch.equal(text, encoded.text)
+    assert torch.equal(regions, encoded.regions)
+    assert all(torch.equal(one.weights, two) for one, two in zip(watched.attentions, alone.attentions, strict=True))
+    for states, last, expected in (
+        (alone.hidden_states, alone.last_hidden_state, watched.text),
+        (alone.visual_hidden_states, alone.visual_last_hidden_state, watched.regions),
+    ):
+        assert torch.equal(states[-1], last)
+        assert torch.equal(last, expected)
+        assert (len(states), torch.equal(states[0], states[-1])) == (1 + len(config.layers), False)
     assert torch.equal(found.loss, sum(losses.values()))
+    assert find_labels(HEADS[name]) == ["labels"], "Trainer evaluates a loss where they are given"
     head, task = model.head, model.task
     if name == "pre-training":
         words, regions = head(model.vlbert, encoded, batch)
@@ -145,8 +151,8 @@ def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: s
         assert torch.equal(found.logits, head(encoded) if name == "retrieval" else task.logits(head, encoded, batch))
 
 
-def mixed_batch() -> Batch:
-    """A wide image, a tall one and a text alone, in this order of texts; masks, classes and cells."""
+def test_a_batch_and_its_arguments_are_the_same():
+    """Of wide images, tall ones and a text alone, in this order of texts; with masks, classes and cells."""
     rng, examples = np.random.default_rng(0), []
     for number, size in enumerate([(96, 40), (40, 96), (90, 44), (44, 90), None]):
         tokens = np.array([2, *range(7, 8 + number), 3])
@@ -154,54 +160,24 @@ def mixed_batch() -> Batch:
         image = None
         if size:
             boxes = np.array([[0, 0, size[0] - 1, size[1] - 1], [5, 5, 20, 30], [9, 3, 30, 20]][: 2 + number % 2])
-            image = ImageInput(
-                boxes.astype(np.float32),
-                np.arange(len(boxes)) == 1,
-                size,
-                torch.from_numpy(rng.integers(0, 256, (3, *size[::-1]), dtype=np.uint8)),
-                cells=rng.integers(0, 2, (len(boxes), 2, 2)).astype(np.float32),
-                classes=np.arange(len(boxes)),
-                averaged_over=None if number else 5,
-            )
+            pixels, numbers = rng.integers(0, 256, (3, *size[::-1]), dtype=np.uint8), np.arange(len(boxes))
+            cells = rng.integers(0, 2, (len(boxes), 2, 2)).astype(np.float32)
+            more = {"cells": cells, "classes": numbers, "averaged_over": None if number else 5}
+            image = ImageInput(boxes.astype(np.float32), numbers == 1, size, torch.from_numpy(pixels), **more)
         examples.append(Example(str(number), text, image))
-    return collate(examples)
-
-
-def test_a_batch_and_its_arguments_are_the_same():
-    batch = mixed_batch()
+    batch = collate(examples)
     again = to_batch(**from_batch(batch))
     assert len(batch.pixels) == 2, "tall and wide images are padded apart"
     for field in dataclasses.fields(Batch):
         before, after = getattr(batch, field.name), getattr(again, field.name)
         if field.name == "pixels":
             assert all(torch.equal(*both) for both in zip(before, after, strict=True))
-        elif field.name == "boxes":
-            assert torch.equal(before[batch.region_mask], after[batch.region_mask])
         elif isinstance(before, torch.Tensor):
-            assert torch.equal(before, after), field.name
+            mask = batch.region_mask if field.name == "boxes" else ...
+            assert torch.equal(before[mask], after[mask]), field.name
             assert before.dtype == after.dtype, field.name
         elif field.name not in ("keys", "metadata"):
             assert before == after, field.name
-
-
-@pytest.mark.parametrize("config", [JOINT, dataclasses.replace(END_TO_END, task_token=3)], ids=["J", "TXTVX"])
-def test_attentions_and_hidden_states_are_returned_where_they_are_wanted(config: ModelConfig):
-    torch.manual_seed(0)
-    model = VLBertModel(VLBertConfig(config, vocab_size=20)).eval()
-    batch = mixed_batch()
-    with torch.no_grad():
-        encoded = model.vlbert(batch, attentions=True)
-        found = model(**from_batch(batch), output_attentions=True, output_hidden_states=True)
-        plain = model(**from_batch(batch), return_dict=False)
-    assert all(torch.equal(one.weights, ours) for one, ours in zip(encoded.attentions, found.attentions, strict=True))
-    assert len(found.hidden_states) == len(found.visual_hidden_states) == 1 + len(config.layers)
-    assert torch.equal(found.hidden_states[-1], found.last_hidden_state)
-    assert torch.equal(found.visual_hidden_states[-1], found.visual_last_hidden_state)
-    assert found.hidden_states[0].shape == encoded.text.shape
-    assert not torch.equal(found.hidden_states[0], found.hidden_states[1])
-    assert isinstance(plain, tuple)
-    assert torch.equal(plain[0], encoded.text)
-    assert len(plain) == 2
 
 
 def test_inputs_have_defaults():
@@ -245,10 +221,6 @@ def test_inputs_that_do_not_fit_are_refused(changes: dict, named: str):
     model = VLBertModel(VLBertConfig(JOINT, vocab_size=20)).eval()
     with pytest.raises(ValueError, match=named):
         model(**{"input_ids": torch.tensor([[2, 7, 3]])} | changes)
-
-
-def test_trainer_evaluates_a_loss_where_there_are_labels():
-    assert all(find_labels(kind) == ["labels"] for kind in HEADS.values())
 
 
 # --- images and texts -------------------------------------------------------------------------------------------------
