@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import pytest
 import torch
 from compared import FINETUNING, TASKS, compared_root
 from guides import blocks
+from operated import running, wait_until
 from places import PROJECT
 
 from demo.data import VISUAL_WORDS
@@ -198,42 +198,24 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(root):
     assert all(text in page for text in ("6 trainings failed", "zebra", ">failed<"))
 
 
-def started(root: Path, lines: Path) -> subprocess.Popen:
-    """A comparison in a process of its own, two of whose trainings have begun."""
-    environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "vlbert", "compare", "compared:plan", f"--data.root={root}"]
-    with open(lines, "w") as file:
-        process = subprocess.Popen(
-            [*command, "--fields", "steps=100000"], stdout=file, stderr=file, env=environment, cwd=PROJECT
-        )
-    deadline = time.monotonic() + 100
-    while len([*root.glob("runs/*/metrics.jsonl")]) < 2:
-        assert process.poll() is None, lines.read_text()
-        assert time.monotonic() < deadline, lines.read_text()
-        time.sleep(0.1)
-    return process
-
-
-def processes_on(root: Path) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(root) in os.readlink(link) for link in (folder / "fd").iterdir()):
-                yield int(folder.name)
-        except OSError:  # it has ended
-            pass
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_comparison_that_is_ended_leaves_no_process_and_what_it_trained(number, tmp_path):
-    root = compared_root(tmp_path)
-    process = started(root, tmp_path / "lines")
+    root, lines = compared_root(tmp_path), tmp_path / "lines"
+    variables = {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "OF_TEST": str(root)}  # which its children have, too
+
+    def processes() -> list[int]:
+        return [pid for pid, _, found in running() if f"OF_TEST={root}" in found]
+
+    command = [sys.executable, "-m", "vlbert", "compare", "compared:plan", f"--data.root={root}"]
+    with open(lines, "w") as out:
+        options = {"stdout": out, "stderr": out, "env": os.environ | variables, "cwd": PROJECT}
+        process = subprocess.Popen([*command, "--fields", "steps=100000"], **options)
+    wait_until(lambda: process.poll() or len([*root.glob("runs/*/metrics.jsonl")]) == 2, 100, lines.read_text)
+    assert len(processes()) > 2
     process.send_signal(number)
     assert process.wait(60) == (STOPPED if number == signal.SIGTERM else -signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while [*processes_on(root)]:
-        assert time.monotonic() < deadline, [*processes_on(root)]
-        time.sleep(0.1)
+    wait_until(lambda: not processes(), 30, lambda: str(processes()))
     assert len([*root.glob("runs/*/step-*/state.json")]) >= 2  # each has saved
 
 
@@ -291,27 +273,20 @@ def evaluation(root: Path) -> Iterator[tuple[ObjectStore, Cell, str]]:
         store.put(name, data)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"metric": "accuracy"}, "metrics.json: .* no accuracy, only accuracy_published, .*chance"),
-        ({"metric": "chance"}, "chance is .* the mean of column score"),
-    ],
-)
-def test_a_metric_must_be_the_mean_of_a_column(evaluation, changes, named):
-    store, cell, _ = evaluation
-    with pytest.raises(ValueError, match=named):
-        read_scores(store, cell, dataclasses.replace(TASKS["refcoco"], **changes))
-
-
 def parquet(table: pa.Table) -> bytes:
     file = io.BytesIO()
     pq.write_table(table, file)
     return file.getvalue()
 
 
-def test_the_score_of_several_ranks_is_the_share_of_those_that_are_small_enough(evaluation):
+def test_a_metric_is_the_mean_of_a_column_or_the_share_of_ranks_that_are_small_enough(evaluation):
     store, cell, folder = evaluation
+    for metric, named in (
+        ("accuracy", "only accuracy_published, .*chance"),
+        ("chance", "chance is .* of column score"),
+    ):
+        with pytest.raises(ValueError, match=f"metrics.json: .*{named}"):
+            read_scores(store, cell, dataclasses.replace(TASKS["refcoco"], metric=metric))
     table = {"key": ["a", "b", "c"], "question": ["", "", ""], "image_ranks": [[1, 3], [2, 4], [1, 1]]}
     store.put(f"{folder}/predictions.parquet", parquet(pa.table(table)))
     metrics = json.loads(store.get(f"{folder}/metrics.json")) | {"metrics": {"image_r1": 1 / 2, "chance": None}}
