@@ -96,6 +96,10 @@ def test_masked_regions_are_predicted_by_the_names_of_the_detectors_classes(mode
     assert masked[0]["detected_name"] == classes[larger.regions.labels_background_first()[1] - 1]
     for guess in masked[0]["guesses"]:
         assert guess["answer"] == ["background", *classes][guess["class"]]
+    names = [f"{number} {classes[label]}" for number, label in enumerate(larger.regions.labels, 1)]
+    background_first = dataclasses.replace(larger.regions, labels=larger.regions.labels + 1, background=0)
+    assert prediction.names == name_regions(background_first, classes) == names
+    assert name_regions(background_first, None) == [str(number) for number in range(1, 1 + len(names))]
     first, _ = prediction.row["boxes"]
     np.testing.assert_allclose(first["box"], larger.regions.boxes[1], atol=3.1)  # the model's image is a third as wide
     assert first["name"] == f"2: {masked[0]['guesses'][0]['answer']}?"
@@ -164,21 +168,6 @@ def test_vilbert_reads_as_many_regions_as_in_training(models):
     assert "the model reads the first 4 of 9 regions" in [line for line, _ in prediction.lines()]
     with pytest.raises(ValueError, match="no region 5 to mask: the image has 9, from 1, of which the model reads the"):
         vilbert(many, "a [MASK]", mask_regions=(5,))
-
-
-# --- drawing ----------------------------------------------------------------------------------------------------------
-
-
-def test_regions_are_named_by_the_detectors_classes(pretrained, sample):
-    regions, classes = sample.regions, pretrained.detector.metadata["classes"]
-    names = [f"{number} {classes[label]}" for number, label in enumerate(regions.labels, 1)]
-    assert pretrained(sample).names == names
-    order = [36, *range(36)]
-    background_first = dataclasses.replace(
-        regions, class_probs=regions.class_probs[:, order], labels=regions.labels + 1, background=0
-    )
-    assert name_regions(background_first, classes) == names
-    assert name_regions(background_first, None) == [str(number) for number in range(1, 1 + len(regions))]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
