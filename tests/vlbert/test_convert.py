@@ -289,6 +289,7 @@ def test_a_wrong_tensor_is_named(tmp_path, name, changes, named):
         (MULTI_TASK, Hints(task_token=1), "it has heads of several tasks, .*: name one, --task NAME"),
         (MULTI_TASK, Hints(task="vqa"), "it has a table of task tokens, .*--task-token N"),
         (PRETRAINED, Hints((4,)), "num_heads needs one number for each of text, regions, co-attention; given are 1"),
+        (PRETRAINED, Hints((4, 5, 2)), "region_num_heads"),
         pytest.param(None, Hints(task="vqa"), "it is a VL-BERT, whose tensors show its task", marks=needs_key_lists),
         pytest.param(None, Hints((1, 1, 1)), "which has one number of heads; given are 3", marks=needs_key_lists),
     ],
