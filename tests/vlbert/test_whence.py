@@ -52,9 +52,8 @@ class Watched:
 
 
 def run_of(root: Path, name: str, steps: int, **data: object) -> Recipe:
-    recipe = tiny_recipe(root, run_name=name, steps=steps, save_every=2, keep_checkpoints=50)
-    config = dataclasses.replace(recipe.data, held_out=None, new_shards_every=1, text_batch=0)
-    return dataclasses.replace(recipe, data=dataclasses.replace(config, **data))
+    data = {"held_out": None, "new_shards_every": 1, "text_batch": 0} | data
+    return tiny_recipe(root, data, run_name=name, steps=steps, save_every=2, keep_checkpoints=50)
 
 
 def drawn(count: int) -> list[Sample]:
@@ -127,11 +126,8 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
 def finetuned(root: Path, run: str, init_from: str | None, steps: int = 5, **changes: object) -> tuple[Recipe, Watched]:
     """A RefCOCO+ training over some of the images, whose examples are phrases."""
     write_refcoco(root / "refcoco", [sample for sample in drawn(13) if len(sample.regions) > 1])
-    recipe = run_of(root, run, steps, datasets={"captions": None}, batch=4)
-    recipe = dataclasses.replace(
-        recipe, task=RefCOCOSettings(folder=str(root / "refcoco")), init_from=init_from, **changes
-    )
-    return recipe, Watched(root)
+    recipe, task = run_of(root, run, steps, datasets={"captions": None}, batch=4), RefCOCOSettings(f"{root}/refcoco")
+    return dataclasses.replace(recipe, task=task, init_from=init_from, **changes), Watched(root)
 
 
 def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrained, tmp_path, capsys):
