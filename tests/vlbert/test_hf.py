@@ -15,13 +15,11 @@ from family import END_TO_END, TASKS, examples_of, new_model, retrieval
 from hub import Hub, serve_hub
 from PIL import Image
 from places import PROJECT
-from predicted import WORDS
-from tiny import TINY_MODEL, UNICODER_VL, VILBERT
+from predicted import WORDS, save_as
+from tiny import TINY_MODEL, UNICODER_VL, VILBERT, tiny_recipe
 from transformers.utils.generic import find_labels
 
-from storage.settings import to_json
 from vlbert import hf
-from vlbert.checkpoint import TASK, model_files
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.hf.inputs import from_batch, to_batch
@@ -42,19 +40,6 @@ HEADS = {
 
 
 # --- equal to our own classes -----------------------------------------------------------------------------------------
-
-
-def save_ours(folder: Path, model: TaskModel) -> Path:
-    """The model's folder, as `vlbert convert` writes one."""
-    task = model.task
-    metadata = {"task": type(task.settings).__name__, "settings": to_json(task.settings)}
-    beside = {TASK: json.dumps({name: getattr(task, name) for name in task.saved}).encode()} if task.saved else {}
-    words = (model.vlbert.config, len(task.vocabulary), task.vocabulary)
-    folder.mkdir()
-    metadata |= {"num_classes": task.num_classes}
-    for name, data in model_files(model.state_dict(), *words, metadata, beside).items():
-        (folder / name).write_bytes(data)
-    return folder
 
 
 def labels_of(name: str, batch: Batch) -> dict[str, torch.Tensor]:
@@ -94,7 +79,8 @@ def task_batch(name: str, folder: Path, config: ModelConfig) -> tuple[TaskModel,
 def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: str, config: ModelConfig):
     (tmp_path / "files").mkdir()
     model, batch = task_batch(name, tmp_path / "files", config)
-    theirs = HEADS[name].from_pretrained(save_ours(tmp_path / "ours", model))
+    ours = save_as(tmp_path, "ours", tiny_recipe(tmp_path, task=model.task.settings, model=config), model)
+    theirs = HEADS[name].from_pretrained(ours)
     theirs.save_pretrained(tmp_path / "theirs")
     again = HEADS[name].from_pretrained(tmp_path / "theirs").state_dict()
     assert all(torch.equal(one, again.pop(key)) for key, one in theirs.state_dict().items())
@@ -103,7 +89,7 @@ def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: s
     with torch.no_grad():
         encoded, watched = model.vlbert(batch), model.vlbert(batch, attentions=True)
         losses = {kind: loss / max(1, n) for kind, (loss, n) in model(batch).items() if not kind.endswith("accuracy")}
-        found, without_head = theirs(**inputs, **labels), hf.VLBertModel.from_pretrained(tmp_path / "ours")
+        found, without_head = theirs(**inputs, **labels), hf.VLBertModel.from_pretrained(ours)
         alone = without_head(**inputs, output_attentions=True, output_hidden_states=True)
         text, regions = without_head(**inputs, return_dict=False)
     assert torch.equal(text, encoded.text)
