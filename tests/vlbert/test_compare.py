@@ -64,11 +64,12 @@ def test_the_widths_over_seeds_and_examples_add_in_squares():
     one = interval(scores[:1])  # of one seed: over the examples alone
     assert one.mean == pytest.approx(scores[0].mean())
     check_percentiles(one.low, one.high, scores[0])
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (9, 2.26216), (10**6, 1.95997)])
-def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
-    assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
+    for freedom, quantile in ((1, 12.7062), (2, 4.30265), (9, 2.26216), (10**6, 1.95997)):  # of the tables
+        assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
+    # Many examples are drawn in parts, and nearly normal.
+    many = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
+    found, error = interval(many), many.std() / np.sqrt(many.size)
+    assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), abs=1e-3)
 
 
 def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(monkeypatch):
@@ -80,12 +81,6 @@ def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(
         first, second = (rng.random((2, 3, 4_000)) < shares).astype(float)
         differing += interval(first - second).excludes_zero
     assert differing <= 11  # one in a hundred such tests has more, where 5 % is true
-
-
-def test_the_interval_of_many_examples_is_drawn_in_parts_and_is_that_of_the_normal_distribution():
-    scores = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
-    found, error = interval(scores), scores.std() / np.sqrt(scores.size)
-    assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), abs=1e-3)
 
 
 # --- a whole comparison -----------------------------------------------------------------------------------------------
@@ -315,12 +310,6 @@ def test_evaluations_of_other_examples_are_not_compared(root, evaluation):
 # --- the plans that are shipped -----------------------------------------------------------------------------------
 
 
-def test_the_plan_of_the_documentation_is_one():
-    (code,), names = blocks("results.md", "python"), {}
-    exec(code, names)
-    assert [one.pretraining is None for one in names["text_or_not"]().variants.values()] == [False, False, True]
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equal_steps(name, tmp_path):
     plan = dataclasses.replace(PLANS[name](), seeds=(0,))
@@ -336,5 +325,8 @@ def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equ
         assert all(bool(cell.recipe.bert) == (cell.needs is None) for cell in cells if cell.task == "vqa")
 
 
-def test_the_words_that_plans_monitor_are_those_that_only_the_image_of_the_demo_tells():
+def test_the_plan_of_the_documentation_is_one_and_words_of_plans_are_those_that_only_an_image_of_the_demo_tells():
+    (code,), names = blocks("results.md", "python"), {}
+    exec(code, names)
+    assert [one.pretraining is None for one in names["text_or_not"]().variants.values()] == [False, False, True]
     assert DEMO_WORDS == VISUAL_WORDS
