@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
 import re
@@ -195,18 +194,17 @@ def test_a_task_whose_files_have_changed_is_named(tmp_path):
     assert exported(root, "one", out) == {("one", key): steps for key, steps in summary(watched.steps).items()}
 
 
-def test_files_that_validation_alone_reads_may_be_gone_or_change(tmp_path):
+def test_files_that_validation_alone_reads_may_change_and_of_training_gone_ones_are_left_to_the_reader(tmp_path):
     for split in ("train", "val"):
         (tmp_path / f"{split}.jsonl").write_text(split)
     settings = VCRSettings(str(tmp_path))
     recorded = settings.hashes()
-    assert recorded == {f"{split}.jsonl": hashlib.sha256(split.encode()).hexdigest() for split in ("train", "val")}
+    assert recorded.keys() == {"train.jsonl", "val.jsonl"}
     (tmp_path / "val.jsonl").write_text("another")
+    (tmp_path / "train.jsonl").unlink()
     with pytest.raises(ValueError, match=r"val\.jsonl has changed since the run was .*; do this"):
         settings.check_same(recorded, "the run", "do this")
     settings.to_train().check_same(recorded, "the run", "do this")
-    (tmp_path / "train.jsonl").unlink()
-    settings.to_train().check_same(recorded, "the run", "do this")  # its reader says so
 
 
 def test_a_copied_checkpoint_finds_the_root_that_it_is_of(tmp_path):
