@@ -23,8 +23,7 @@ def compared_root(folder: Path) -> Path:
 
 
 def pretraining() -> Recipe:
-    recipe = tiny_recipe(Path(), steps=2, save_every=2, vocabulary=None)
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root="", text_corpus=None))
+    return tiny_recipe(Path(), {"root": "", "text_corpus": None}, steps=2, save_every=2, vocabulary=None)
 
 
 def finetuning() -> Recipe:

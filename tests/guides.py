@@ -1,5 +1,6 @@
 """Commands of a page of the documents, run as they are written, but in this process: to import torch takes seconds."""
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -10,12 +11,23 @@ from pathlib import Path
 
 import pytest
 from places import PROJECT
+from tiny import TINY_MODEL, as_overrides
 
+from training.optimizer import OptimizerConfig
 from vlbert.commands import COMMANDS
+from vlbert.config import Recipe
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (PROJECT / "docs" / page).read_text(), re.DOTALL)
+
+
+def made_tiny(recipe: Recipe, steps: int, **changes: object) -> str:
+    """The words that have a recipe of one's own train a tiny model from random weights."""
+    model, optimizer = dataclasses.replace(TINY_MODEL, dropout=0.0), OptimizerConfig(learning_rate=3e-3, warmup_steps=5)
+    changes |= {"model": model, "optimizer": optimizer, "data": dataclasses.replace(recipe.data, batch=16, workers=0)}
+    changes |= {"steps": steps, "validate_every": steps, "save_every": steps, "random_init": True}
+    return shlex.join(as_overrides(dataclasses.replace(recipe, **changes), recipe))
 
 
 def run_commands(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, replaced: Mapping[str, str]) -> list[str]:

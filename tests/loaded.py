@@ -1,6 +1,5 @@
 """Captioned samples as a run loads them."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -30,8 +29,7 @@ def training_data(
     **changes,
 ) -> TrainingData:
     """What a process of such a world makes of the datasets with these weights; spans: of those of a resumed run."""
-    recipe = tiny_recipe(root)
-    config = dataclasses.replace(recipe.data, **changes)
+    recipe = tiny_recipe(root, changes)
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task, datasets = task or make_task(recipe.task, vocabulary, len(CLASSES)), []
     for name, weight in (weights or {"captions": 1.0}).items():
@@ -39,8 +37,8 @@ def training_data(
         pinned = {"stage": f"regions/{DETECTOR}", "snapshot": of_run[-1].snapshot} if of_run else None
         samples, _ = open_samples(open_store(str(root)), name, None, pinned, ALONE)
         datasets.append(TrainingDataset(samples, task.examples(samples, None), [*of_run], weight))
-    corpus = TextCorpus(root / "text", vocabulary) if config.text_batch else None
-    return TrainingData(datasets, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+    corpus = TextCorpus(root / "text", vocabulary) if recipe.data.text_batch else None
+    return TrainingData(datasets, task, recipe.data, TINY_MODEL.regions, World(rank, size, CPU), corpus)
 
 
 def captions(batch: Batch) -> list[str]:

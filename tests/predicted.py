@@ -16,7 +16,7 @@ from storage.object_store import open_store
 from training.checkpoint import Writer
 from training.optimizer import make_optimizer
 from vlbert.checkpoint import save_checkpoint
-from vlbert.config import RegionConfig
+from vlbert.config import Recipe, RegionConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks import make_task
@@ -46,7 +46,11 @@ def save_model(root: Path, run: str, task: object, detector: dict | None, **chan
     recipe = tiny_recipe(root, task=task, run_name=run, **changes)
     torch.manual_seed(0)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), make_task(task, WORDS, 36))
+    return save_as(root, run, recipe, model, detector)
+
+
+def save_as(root: Path, run: str, recipe: Recipe, model: TaskModel, detector: dict | None = None) -> Path:
     optimizer = make_optimizer(model, recipe.optimizer)
+    task, optimizer = model.task, make_optimizer(model, recipe.optimizer)
     with Writer(open_store(str(root)), log=lambda line: None) as writer:
-        folder = save_checkpoint(writer, 1, recipe, model, optimizer, {}, detector)
-    return root / folder
+        return root / save_checkpoint(writer, 1, recipe, model, optimizer, {}, detector)

@@ -3,10 +3,10 @@
 import dataclasses
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -155,7 +155,7 @@ _SMALL |= {"regions.short_side": 48, "regions.long_side": 80}
 SMALL_MODEL = as_arguments({f"model.{name}": value for name, value in _SMALL.items()})
 
 
-def tiny_recipe(root: Path, **changes: object) -> Recipe:
+def tiny_recipe(root: Path, data: Mapping | DataConfig = MappingProxyType({}), **changes: object) -> Recipe:
     """Pre-training in seconds: dropout on, all norms frozen, so that one process and two compute the same."""
     recipe = Recipe(
         name="tiny",
@@ -181,7 +181,8 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
         validation_samples=8,
         save_every=3,
     )
-    return dataclasses.replace(recipe, **changes)
+    data = data if isinstance(data, DataConfig) else dataclasses.replace(recipe.data, **data)
+    return dataclasses.replace(recipe, data=data, **changes)
 
 
 def as_overrides(recipe: Recipe, of: Recipe) -> list[str]:

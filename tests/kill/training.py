@@ -7,7 +7,6 @@ changes, samples and masks must be, and every sample must come exactly once an e
 full length.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -44,9 +43,8 @@ Say = Callable[[str], None]
 
 def recipe(root: Path, workers: int) -> Recipe:
     """With all that a random generator could spoil: masks, mirrors, dropout."""
-    tiny = tiny_recipe(root, run_name=RUN, steps=STEPS, validate_every=5, save_every=SAVE_EVERY)
     data = {"batch": BATCH, "text_batch": BATCH, "flip": 0.5, "workers": workers, "new_shards_every": 4}
-    return dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, **data))
+    return tiny_recipe(root, data, run_name=RUN, steps=STEPS, validate_every=5, save_every=SAVE_EVERY)
 
 
 def trained(root: Path, seen: Path, workers: int) -> None:

@@ -29,13 +29,11 @@ def predicted(text: str, regions: int = 2, other: str | None = None, model: Mode
     model = VLBert(model, len(WORDS)).eval()
     sample, second = tiny_sample(1, 2), tiny_sample(2, 3)
     sample = dataclasses.replace(sample, regions=sample.regions.take(np.arange(regions) % 2))
-    examples = [
-        task.example(
-            of, prepare_image(of, TINY_MODEL.regions, flip=False), task.annotation_for(words), np.random.default_rng(0)
-        )
-        for of, words in ((sample, text), (second, other))
-        if words
-    ]
+    examples = []
+    for of, words in ((sample, text), (second, other)):
+        if words:
+            image, rng = prepare_image(of, TINY_MODEL.regions, flip=False), np.random.default_rng(0)
+            examples.append(task.example(of, image, task.annotation_for(words), rng))
     batch = collate(examples)
     with torch.no_grad():
         encoded = model(batch, attentions=True)
@@ -62,6 +60,9 @@ def test_of_several_choices_the_maps_are_those_of_the_chosen_one():
     both = predicted("a [MASK] square", other="red [MASK]")
     second = dataclasses.replace(both, row={"probabilities": [0.4, 0.6]})
     assert [make_maps(one)[0].weights.shape[1:] for one in (both, second)] == [(5, 3), (4, 4)]
+    blind = dataclasses.replace(both, encoded=dataclasses.replace(both.encoded, attentions=None))
+    with pytest.raises(ValueError, match="attentions=True"):
+        make_maps(blind)
 
 
 def test_the_head_is_shown_that_attends_most_to_regions_rescaled_over_all_heads():
@@ -79,10 +80,3 @@ def test_the_figure_shows_what_there_is_room_for():
     with Image.open(io.BytesIO(draw_attention(many))) as figure:
         assert figure.size[0] > 500
         assert figure.size[1] < 2000
-
-
-def test_a_prediction_without_maps_is_refused():
-    prediction = predicted("a [MASK]")
-    blind = dataclasses.replace(prediction, encoded=dataclasses.replace(prediction.encoded, attentions=None))
-    with pytest.raises(ValueError, match="attentions=True"):
-        make_maps(blind)

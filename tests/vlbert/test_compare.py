@@ -3,7 +3,6 @@
 import dataclasses
 import html
 import io
-import itertools
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import pytest
 import torch
 from compared import FINETUNING, TASKS, compared_root
 from guides import blocks
+from operated import running, wait_until
 from places import PROJECT
 
 from demo.data import VISUAL_WORDS
@@ -44,31 +43,22 @@ TUNED = "compare-tiny-words-refcoco-seed0"
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
-def check_percentiles(low: float, high: float, scores: np.ndarray) -> None:
-    """Against the means of all equally likely resamples of scores [n] with one less."""
-    chosen = itertools.product(range(len(scores)), repeat=len(scores) - 1)
-    means = np.array([scores[list(some)].mean() for some in chosen])
-    # In a sample of 5,000 a quantile lies between those of nearby shares.
-    for value, share in ((low, 0.025), (high, 0.975)):
-        nearby = np.quantile(means, [max(0, share - 0.01), min(1, share + 0.01)], method="nearest")
-        assert nearby[0] - 1e-9 <= value <= nearby[1] + 1e-9
-
-
 def test_the_widths_over_seeds_and_examples_add_in_squares():
-    scores = np.array([[0.0, 1.0, 1.0, 0.0, 0.9], [0.0, 0.2, 1.0, 1.0, 0.1], [0.5, 0.0, 1.0, 0.3, 0.2]])
-    found, half = interval(scores), t_quantile(2) * scores.mean(1).std(ddof=1) / np.sqrt(3)
-    below, above = (np.sqrt((side - found.mean) ** 2 - half**2) for side in (found.low, found.high))
-    check_percentiles(found.mean - below, found.mean + above, scores.mean(0))
+    # Of resamples of 3 of [0, 0, 0, 1], 1 in 64 has a mean of 1, and 9 in 64 have 2/3; of those of 4, 3 in 64 have 3/4.
+    scores = np.array([[0.0, 0.0, 0.0, 1.0]]) + [[0.1], [0.0], [-0.1]]
+    found, half = interval(scores), t_quantile(2) * 0.1 / np.sqrt(3)
+    expected = 0.25, 0.25 - np.hypot(0.25, half), 0.25 + np.hypot(2 / 3 - 0.25, half)
+    assert (found.mean, found.low, found.high) == pytest.approx(expected)
     assert interval(scores) == found, "the same scores have the same interval"
     assert not interval(scores - scores).excludes_zero
-    one = interval(scores[:1])  # of one seed: over the examples alone
-    assert one.mean == pytest.approx(scores[0].mean())
-    check_percentiles(one.low, one.high, scores[0])
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (9, 2.26216), (10**6, 1.95997)])
-def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
-    assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
+    one = interval(scores[1:2])  # of one seed: over the examples alone
+    assert (one.mean, one.low, one.high) == pytest.approx((0.25, 0, 2 / 3))
+    for freedom, quantile in ((1, 12.7062), (2, 4.30265), (9, 2.26216), (10**6, 1.95997)):  # of the tables
+        assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
+    # Many examples are drawn in parts, and nearly normal.
+    many = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
+    found, error = interval(many), many.std() / np.sqrt(many.size)
+    assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), abs=1e-3)
 
 
 def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(monkeypatch):
@@ -80,12 +70,6 @@ def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(
         first, second = (rng.random((2, 3, 4_000)) < shares).astype(float)
         differing += interval(first - second).excludes_zero
     assert differing <= 11  # one in a hundred such tests has more, where 5 % is true
-
-
-def test_the_interval_of_many_examples_is_drawn_in_parts_and_is_that_of_the_normal_distribution():
-    scores = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
-    found, error = interval(scores), scores.std() / np.sqrt(scores.size)
-    assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), abs=1e-3)
 
 
 # --- a whole comparison -----------------------------------------------------------------------------------------------
@@ -198,42 +182,24 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(root):
     assert all(text in page for text in ("6 training runs failed", "zebra", ">failed<"))
 
 
-def started(root: Path, lines: Path) -> subprocess.Popen:
-    """A comparison in a process of its own, two of whose trainings have begun."""
-    environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "vlbert", "compare", "compared:plan", f"--data.root={root}"]
-    with open(lines, "w") as file:
-        process = subprocess.Popen(
-            [*command, "--fields", "steps=100000"], stdout=file, stderr=file, env=environment, cwd=PROJECT
-        )
-    deadline = time.monotonic() + 100
-    while len([*root.glob("runs/*/metrics.jsonl")]) < 2:
-        assert process.poll() is None, lines.read_text()
-        assert time.monotonic() < deadline, lines.read_text()
-        time.sleep(0.1)
-    return process
-
-
-def processes_on(root: Path) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(root) in os.readlink(link) for link in (folder / "fd").iterdir()):
-                yield int(folder.name)
-        except OSError:  # it has ended
-            pass
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_comparison_that_is_ended_leaves_no_process_and_what_it_trained(number, tmp_path):
-    root = compared_root(tmp_path)
-    process = started(root, tmp_path / "lines")
+    root, lines = compared_root(tmp_path), tmp_path / "lines"
+    variables = {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "OF_TEST": str(root)}  # which its children have, too
+
+    def processes() -> list[int]:
+        return [pid for pid, _, found in running() if f"OF_TEST={root}" in found]
+
+    command = [sys.executable, "-m", "vlbert", "compare", "compared:plan", f"--data.root={root}"]
+    with open(lines, "w") as out:
+        options = {"stdout": out, "stderr": out, "env": os.environ | variables, "cwd": PROJECT}
+        process = subprocess.Popen([*command, "--fields", "steps=100000"], **options)
+    wait_until(lambda: process.poll() or len([*root.glob("runs/*/metrics.jsonl")]) == 2, 100, lines.read_text)
+    assert len(processes()) > 2
     process.send_signal(number)
     assert process.wait(60) == (STOPPED if number == signal.SIGTERM else -signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while [*processes_on(root)]:
-        assert time.monotonic() < deadline, [*processes_on(root)]
-        time.sleep(0.1)
+    wait_until(lambda: not processes(), 30, lambda: str(processes()))
     assert len([*root.glob("runs/*/step-*/state.json")]) >= 2  # each has saved
 
 
@@ -291,27 +257,20 @@ def evaluation(root: Path) -> Iterator[tuple[ObjectStore, Cell, str]]:
         store.put(name, data)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"metric": "accuracy"}, "metrics.json: .* no accuracy, only accuracy_published, .*chance"),
-        ({"metric": "chance"}, "chance is .* the mean of column score"),
-    ],
-)
-def test_a_metric_must_be_the_mean_of_a_column(evaluation, changes, named):
-    store, cell, _ = evaluation
-    with pytest.raises(ValueError, match=named):
-        read_scores(store, cell, dataclasses.replace(TASKS["refcoco"], **changes))
-
-
 def parquet(table: pa.Table) -> bytes:
     file = io.BytesIO()
     pq.write_table(table, file)
     return file.getvalue()
 
 
-def test_the_score_of_several_ranks_is_the_share_of_those_that_are_small_enough(evaluation):
+def test_a_metric_is_the_mean_of_a_column_or_the_share_of_ranks_that_are_small_enough(evaluation):
     store, cell, folder = evaluation
+    for metric, named in (
+        ("accuracy", "only accuracy_published, .*chance"),
+        ("chance", "chance is .* of column score"),
+    ):
+        with pytest.raises(ValueError, match=f"metrics.json: .*{named}"):
+            read_scores(store, cell, dataclasses.replace(TASKS["refcoco"], metric=metric))
     table = {"key": ["a", "b", "c"], "question": ["", "", ""], "image_ranks": [[1, 3], [2, 4], [1, 1]]}
     store.put(f"{folder}/predictions.parquet", parquet(pa.table(table)))
     metrics = json.loads(store.get(f"{folder}/metrics.json")) | {"metrics": {"image_r1": 1 / 2, "chance": None}}
@@ -340,12 +299,6 @@ def test_evaluations_of_other_examples_are_not_compared(root, evaluation):
 # --- the plans that are shipped -----------------------------------------------------------------------------------
 
 
-def test_the_plan_of_the_documentation_is_one():
-    (code,), names = blocks("results.md", "python"), {}
-    exec(code, names)
-    assert [one.pretraining is None for one in names["text_or_not"]().variants.values()] == [False, False, True]
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equal_steps(name, tmp_path):
     plan = dataclasses.replace(PLANS[name](), seeds=(0,))
@@ -361,5 +314,8 @@ def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equ
         assert all(bool(cell.recipe.bert) == (cell.needs is None) for cell in cells if cell.task == "vqa")
 
 
-def test_the_words_that_plans_monitor_are_those_that_only_the_image_of_the_demo_tells():
+def test_the_plan_of_the_documentation_is_one_and_words_of_plans_are_those_that_only_an_image_of_the_demo_tells():
+    (code,), names = blocks("results.md", "python"), {}
+    exec(code, names)
+    assert [one.pretraining is None for one in names["text_or_not"]().variants.values()] == [False, False, True]
     assert DEMO_WORDS == VISUAL_WORDS

@@ -10,38 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from family import END_TO_END, TASKS, examples_of, new_model, retrieval
 from hub import Hub, serve_hub
 from PIL import Image
 from places import PROJECT
-from predicted import WORDS
-from tiny import TINY_MODEL, UNICODER_VL, VILBERT
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMultipleChoice,
-    AutoModelForPreTraining,
-    AutoModelForVisualQuestionAnswering,
-    AutoProcessor,
-    AutoTokenizer,
-    BertTokenizerFast,
-)
+from predicted import WORDS, save_as
+from tiny import TINY_MODEL, UNICODER_VL, VILBERT, tiny_recipe
 from transformers.utils.generic import find_labels
 
-from storage.settings import to_json
-from vlbert.checkpoint import TASK, model_files
+from vlbert import hf
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
-from vlbert.hf import (
-    VLBertConfig,
-    VLBertForImageTextRetrieval,
-    VLBertForPreTraining,
-    VLBertForQuestionAnswering,
-    VLBertForReferringExpression,
-    VLBertForVisualCommonsenseReasoning,
-    VLBertModel,
-    VLBertProcessor,
-)
 from vlbert.hf.inputs import from_batch, to_batch
 from vlbert.predict import Predictor, Ranker
 from vlbert.tasks.base import TaskModel
@@ -51,29 +31,15 @@ from vlbert.tasks.vqa import VQASettings
 JOINT = dataclasses.replace(TINY_MODEL, dropout=0.0)  # VL-BERT, from pixels
 MODELS = {"vl-bert": JOINT, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT, "vilbert from pixels": END_TO_END}
 HEADS = {
-    "pre-training": VLBertForPreTraining,
-    "vqa": VLBertForQuestionAnswering,
-    "vcr": VLBertForVisualCommonsenseReasoning,
-    "refcoco+": VLBertForReferringExpression,
-    "retrieval": VLBertForImageTextRetrieval,
+    "pre-training": hf.VLBertForPreTraining,
+    "vqa": hf.VLBertForQuestionAnswering,
+    "vcr": hf.VLBertForVisualCommonsenseReasoning,
+    "refcoco+": hf.VLBertForReferringExpression,
+    "retrieval": hf.VLBertForImageTextRetrieval,
 }
 
 
 # --- equal to our own classes -----------------------------------------------------------------------------------------
-
-
-def save_ours(folder: Path, model: TaskModel) -> Path:
-    """The model's folder, as `vlbert convert` writes one."""
-    task = model.task
-    metadata = {"task": type(task.settings).__name__, "settings": to_json(task.settings)}
-    beside = {TASK: json.dumps({name: getattr(task, name) for name in task.saved}).encode()} if task.saved else {}
-    words = (model.vlbert.config, len(task.vocabulary), task.vocabulary)
-    folder.mkdir()
-    for name, data in model_files(
-        model.state_dict(), *words, metadata | {"num_classes": task.num_classes}, beside
-    ).items():
-        (folder / name).write_bytes(data)
-    return folder
 
 
 def labels_of(name: str, batch: Batch) -> dict[str, torch.Tensor]:
@@ -86,12 +52,9 @@ def labels_of(name: str, batch: Batch) -> dict[str, torch.Tensor]:
 
     labels = batch.labels
     if name == "pre-training":
-        regions = filled(labels["region_classes"], "region_label_mask", 0)
-        return {
-            "labels": filled(labels["words"], "word_label_mask", -100),
-            "region_labels": regions,
-            "sentence_image_labels": labels["related"],
-        }
+        words, regions = filled(labels["words"], "word_label_mask", -100), labels["region_classes"]
+        regions = filled(regions, "region_label_mask", 0)
+        return {"labels": words, "region_labels": regions, "sentence_image_labels": labels["related"]}
     if name == "vcr":
         index = batch.labelled["region_label_mask"]
         regions = filled(batch.region_classes.flatten()[index], "region_label_mask", -100)
@@ -116,20 +79,31 @@ def task_batch(name: str, folder: Path, config: ModelConfig) -> tuple[TaskModel,
 def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: str, config: ModelConfig):
     (tmp_path / "files").mkdir()
     model, batch = task_batch(name, tmp_path / "files", config)
-    theirs = HEADS[name].from_pretrained(save_ours(tmp_path / "ours", model))
+    ours = save_as(tmp_path, "ours", tiny_recipe(tmp_path, task=model.task.settings, model=config), model)
+    theirs = HEADS[name].from_pretrained(ours)
     theirs.save_pretrained(tmp_path / "theirs")
     again = HEADS[name].from_pretrained(tmp_path / "theirs").state_dict()
     assert all(torch.equal(one, again.pop(key)) for key, one in theirs.state_dict().items())
     assert not again
     inputs, labels = from_batch(batch), labels_of(name, batch)
     with torch.no_grad():
-        encoded = model.vlbert(batch)
+        encoded, watched = model.vlbert(batch), model.vlbert(batch, attentions=True)
         losses = {kind: loss / max(1, n) for kind, (loss, n) in model(batch).items() if not kind.endswith("accuracy")}
-        found = theirs(**inputs, **labels)
-        alone = VLBertModel.from_pretrained(tmp_path / "ours")(**inputs)
-    assert torch.equal(alone.last_hidden_state, encoded.text)
-    assert torch.equal(alone.visual_last_hidden_state, encoded.regions)
+        found, without_head = theirs(**inputs, **labels), hf.VLBertModel.from_pretrained(ours)
+        alone = without_head(**inputs, output_attentions=True, output_hidden_states=True)
+        text, regions = without_head(**inputs, return_dict=False)
+    assert torch.equal(text, encoded.text)
+    assert torch.equal(regions, encoded.regions)
+    assert all(torch.equal(one.weights, two) for one, two in zip(watched.attentions, alone.attentions, strict=True))
+    for states, last, expected in (
+        (alone.hidden_states, alone.last_hidden_state, watched.text),
+        (alone.visual_hidden_states, alone.visual_last_hidden_state, watched.regions),
+    ):
+        assert torch.equal(states[-1], last)
+        assert torch.equal(last, expected)
+        assert (len(states), torch.equal(states[0], states[-1])) == (1 + len(config.layers), False)
     assert torch.equal(found.loss, sum(losses.values()))
+    assert find_labels(HEADS[name]) == ["labels"], "Trainer evaluates a loss where they are given"
     head, task = model.head, model.task
     if name == "pre-training":
         words, regions = head(model.vlbert, encoded, batch)
@@ -145,8 +119,8 @@ def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: s
         assert torch.equal(found.logits, head(encoded) if name == "retrieval" else task.logits(head, encoded, batch))
 
 
-def mixed_batch() -> Batch:
-    """A wide image, a tall one and a text alone, in this order of texts; masks, classes and cells."""
+def test_a_batch_and_its_arguments_are_the_same():
+    """Of wide images, tall ones and a text alone, in this order of texts; with masks, classes and cells."""
     rng, examples = np.random.default_rng(0), []
     for number, size in enumerate([(96, 40), (40, 96), (90, 44), (44, 90), None]):
         tokens = np.array([2, *range(7, 8 + number), 3])
@@ -154,58 +128,28 @@ def mixed_batch() -> Batch:
         image = None
         if size:
             boxes = np.array([[0, 0, size[0] - 1, size[1] - 1], [5, 5, 20, 30], [9, 3, 30, 20]][: 2 + number % 2])
-            image = ImageInput(
-                boxes.astype(np.float32),
-                np.arange(len(boxes)) == 1,
-                size,
-                torch.from_numpy(rng.integers(0, 256, (3, *size[::-1]), dtype=np.uint8)),
-                cells=rng.integers(0, 2, (len(boxes), 2, 2)).astype(np.float32),
-                classes=np.arange(len(boxes)),
-                averaged_over=None if number else 5,
-            )
+            pixels, numbers = rng.integers(0, 256, (3, *size[::-1]), dtype=np.uint8), np.arange(len(boxes))
+            cells = rng.integers(0, 2, (len(boxes), 2, 2)).astype(np.float32)
+            more = {"cells": cells, "classes": numbers, "averaged_over": None if number else 5}
+            image = ImageInput(boxes.astype(np.float32), numbers == 1, size, torch.from_numpy(pixels), **more)
         examples.append(Example(str(number), text, image))
-    return collate(examples)
-
-
-def test_a_batch_and_its_arguments_are_the_same():
-    batch = mixed_batch()
+    batch = collate(examples)
     again = to_batch(**from_batch(batch))
     assert len(batch.pixels) == 2, "tall and wide images are padded apart"
     for field in dataclasses.fields(Batch):
         before, after = getattr(batch, field.name), getattr(again, field.name)
         if field.name == "pixels":
             assert all(torch.equal(*both) for both in zip(before, after, strict=True))
-        elif field.name == "boxes":
-            assert torch.equal(before[batch.region_mask], after[batch.region_mask])
         elif isinstance(before, torch.Tensor):
-            assert torch.equal(before, after), field.name
+            mask = batch.region_mask if field.name == "boxes" else ...
+            assert torch.equal(before[mask], after[mask]), field.name
             assert before.dtype == after.dtype, field.name
         elif field.name not in ("keys", "metadata"):
             assert before == after, field.name
 
 
-@pytest.mark.parametrize("config", [JOINT, dataclasses.replace(END_TO_END, task_token=3)], ids=["J", "TXTVX"])
-def test_attentions_and_hidden_states_are_returned_where_they_are_wanted(config: ModelConfig):
-    torch.manual_seed(0)
-    model = VLBertModel(VLBertConfig(config, vocab_size=20)).eval()
-    batch = mixed_batch()
-    with torch.no_grad():
-        encoded = model.vlbert(batch, attentions=True)
-        found = model(**from_batch(batch), output_attentions=True, output_hidden_states=True)
-        plain = model(**from_batch(batch), return_dict=False)
-    assert all(torch.equal(one.weights, ours) for one, ours in zip(encoded.attentions, found.attentions, strict=True))
-    assert len(found.hidden_states) == len(found.visual_hidden_states) == 1 + len(config.layers)
-    assert torch.equal(found.hidden_states[-1], found.last_hidden_state)
-    assert torch.equal(found.visual_hidden_states[-1], found.visual_last_hidden_state)
-    assert found.hidden_states[0].shape == encoded.text.shape
-    assert not torch.equal(found.hidden_states[0], found.hidden_states[1])
-    assert isinstance(plain, tuple)
-    assert torch.equal(plain[0], encoded.text)
-    assert len(plain) == 2
-
-
 def test_inputs_have_defaults():
-    model = VLBertModel(VLBertConfig(JOINT, vocab_size=20)).eval()
+    model = hf.VLBertModel(hf.VLBertConfig(JOINT, vocab_size=20)).eval()
     pixels = torch.randint(0, 256, (2, 3, 40, 60), dtype=torch.uint8)
     tokens = torch.tensor([[2, 7, 3], [2, 8, 3]])
     whole = torch.tensor([[[0.0, 0, 59, 39]]] * 2)
@@ -242,13 +186,9 @@ SIZE = {"image_sizes": torch.tensor([[40, 60]])}
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(changes: dict, named: str):
-    model = VLBertModel(VLBertConfig(JOINT, vocab_size=20)).eval()
+    model = hf.VLBertModel(hf.VLBertConfig(JOINT, vocab_size=20)).eval()
     with pytest.raises(ValueError, match=named):
         model(**{"input_ids": torch.tensor([[2, 7, 3]])} | changes)
-
-
-def test_trainer_evaluates_a_loss_where_there_are_labels():
-    assert all(find_labels(kind) == ["labels"] for kind in HEADS.values())
 
 
 # --- images and texts -------------------------------------------------------------------------------------------------
@@ -260,17 +200,17 @@ BOX = [[0, 0, 9, 9]]
 @pytest.mark.parametrize(
     ("run", "auto", "text", "more"),
     [
-        ("pretraining", AutoModelForPreTraining, "a [MASK] square", {"mask_regions": [2]}),
-        ("vqa-pixels", AutoModelForVisualQuestionAnswering, "is a square red", {}),
-        ("vcr-answers", AutoModelForMultipleChoice, "why is [2] red", {"choices": FOUR}),
+        ("pretraining", transformers.AutoModelForPreTraining, "a [MASK] square", {"mask_regions": [2]}),
+        ("vqa-pixels", transformers.AutoModelForVisualQuestionAnswering, "is a square red", {}),
+        ("vcr-answers", transformers.AutoModelForMultipleChoice, "why is [2] red", {"choices": FOUR}),
     ],
 )
 def test_a_checkpoint_answers_through_auto_classes_as_vlbert_predict_does(models, run, auto, text, more):
     step = str(models / "runs" / run / "step-0000001")
-    predictor, processor, model = Predictor(step), AutoProcessor.from_pretrained(step), auto.from_pretrained(step)
-    assert isinstance(processor, VLBertProcessor)
+    processor, model = transformers.AutoProcessor.from_pretrained(step), auto.from_pretrained(step)
+    assert isinstance(processor, hf.VLBertProcessor)
     photo = Image.open(models / "photo.jpg")
-    found, inputs = predictor(photo, text, **more), processor(images=photo, text=text, **more)
+    found, inputs = Predictor(step)(photo, text, **more), processor(images=photo, text=text, **more)
     with torch.no_grad():
         outputs = model(**inputs)
     if run == "pretraining":
@@ -287,7 +227,7 @@ def test_a_checkpoint_answers_through_auto_classes_as_vlbert_predict_does(models
 
 
 def test_boxes_are_pixels_of_the_image_as_it_was_given(models):
-    processor = VLBertProcessor.from_pretrained(models / "runs/pretraining")
+    processor = hf.VLBertProcessor.from_pretrained(models / "runs/pretraining")
     large = Image.open(models / "photo.jpg").resize((2400, 1600))  # stored with a longer side of 1024
     inputs = processor(images=[large, large], text=["a [MASK]", "red"], boxes=[[[600, 400, 1200, 800]], []])
     regions = processor.config.model_config.regions
@@ -303,24 +243,25 @@ def test_boxes_are_pixels_of_the_image_as_it_was_given(models):
     height, width = upright["image_sizes"][0].tolist()
     assert upright["boxes"][0, 1].tolist() == pytest.approx([0, 0, 39 / 40 * width, 59 / 60 * height], abs=0.1)
     assert height > width
-    ids = AutoTokenizer.from_pretrained(str(models / "runs/pretraining/step-0000001"))("a [MASK]")
+    ids = transformers.AutoTokenizer.from_pretrained(str(models / "runs/pretraining/step-0000001"))("a [MASK]")
     assert inputs["input_ids"][0].tolist() == ids["input_ids"] == processor.tokenizer("a [MASK]")["input_ids"]
-    alone = VLBertModel.from_pretrained(models / "runs/pretraining")(**processor.tokenizer("red", return_tensors="pt"))
+    words = processor.tokenizer("red", return_tensors="pt")
+    alone = hf.VLBertModel.from_pretrained(models / "runs/pretraining")(**words)
     assert alone.visual_last_hidden_state.shape[1] == 0
 
 
 def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
-    config = VLBertConfig(VILBERT, vocab_size=len(WORDS), num_classes=8)
-    processor = VLBertProcessor(BertTokenizerFast(vocab=WORDS.ids), config)
+    config = hf.VLBertConfig(VILBERT, vocab_size=len(WORDS), num_classes=8)
+    processor = hf.VLBertProcessor(transformers.BertTokenizerFast(vocab=WORDS.ids), config)
     features = np.random.default_rng(0).normal(size=(2, VILBERT.regions.channels)).astype(np.float16)
     boxes = [[0, 0, 30, 30], [10, 10, 50, 40]]
     inputs = processor(text="a square", boxes=boxes, visual_embeds=features, image_sizes=(64, 96))
     np.testing.assert_array_equal(inputs["visual_embeds"][0, 1:].numpy(), features)
     np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.astype(np.float32).mean(0), atol=1e-6)
     assert inputs["image_sizes"].tolist() == [[64, 96]]
-    assert VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
+    assert hf.VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
     processor.save_pretrained(tmp_path)  # without a detector
-    again = VLBertProcessor.from_pretrained(tmp_path)
+    again = hf.VLBertProcessor.from_pretrained(tmp_path)
     assert again.to_dict() == processor.to_dict()
     assert again.detector_file is None
 
@@ -344,7 +285,7 @@ def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
 def test_the_processor_refuses_by_name(models, monkeypatch, arguments: dict, named: str):
     monkeypatch.chdir(models)
     with pytest.raises(ValueError, match=named):
-        VLBertProcessor.from_pretrained(models / "runs/pretraining")(**arguments)
+        hf.VLBertProcessor.from_pretrained(models / "runs/pretraining")(**arguments)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -352,12 +293,12 @@ def test_the_processor_refuses_by_name(models, monkeypatch, arguments: dict, nam
 
 def test_a_saved_folder_has_no_path_of_this_machine_and_loads_equal(models, tmp_path):
     run, saved = models / "runs/vqa-pixels", tmp_path / "saved"
-    model, processor = VLBertForQuestionAnswering.from_pretrained(run), VLBertProcessor.from_pretrained(run)
+    model, processor = hf.VLBertForQuestionAnswering.from_pretrained(run), hf.VLBertProcessor.from_pretrained(run)
     model.save_pretrained(saved, max_shard_size="10KB")
     model.save_pretrained(tmp_path / "other-rank", is_main_process=False)
     assert not list((tmp_path / "other-rank").glob("*"))
     with pytest.raises(OSError, match=f"{saved} has no vocab.txt"):
-        VLBertProcessor.from_pretrained(saved)
+        hf.VLBertProcessor.from_pretrained(saved)
     assert {file.name for file in saved.iterdir()} == {"config.json", "model.safetensors", "task.json"}
     processor.save_pretrained(saved)
     names = {file.name for file in saved.iterdir()}
@@ -365,7 +306,7 @@ def test_a_saved_folder_has_no_path_of_this_machine_and_loads_equal(models, tmp_
     for file in saved.iterdir():
         for path in (models, tmp_path, PROJECT, Path.home()):
             assert len(str(path)) < 3 or str(path).encode() not in file.read_bytes(), file.name
-    again, of_saved = VLBertForQuestionAnswering.from_pretrained(saved), VLBertProcessor.from_pretrained(saved)
+    again, of_saved = hf.VLBertForQuestionAnswering.from_pretrained(saved), hf.VLBertProcessor.from_pretrained(saved)
     assert again.config.to_diff_dict() == model.config.to_diff_dict()
     assert of_saved.to_dict() == processor.to_dict()
     assert again.config.id2label == {0: "yes", 1: "no", 2: "red"}
@@ -381,21 +322,18 @@ def test_a_saved_folder_has_no_path_of_this_machine_and_loads_equal(models, tmp_
 
 def test_config_classes_and_models_are_found_by_config_json(models):
     step = str(models / "runs/pretraining/step-0000001")
-    config = AutoConfig.from_pretrained(step)
-    assert isinstance(config, VLBertConfig)
+    config = transformers.AutoConfig.from_pretrained(step)
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 2, 4)
     assert (config.max_position_embeddings, config.vocab_size) == (64, len(WORDS))
     assert config.task_settings == PretrainingSettings(max_elements=48)
     assert config.model_config.regions.weights is None
-    tokens, plain = torch.tensor([[2, 7, 3]]), VLBertModel.from_pretrained(step, config=config)
-    assert len(AutoModel.from_pretrained(step, output_attentions=True)(tokens).attentions) == 2
+    tokens, plain = torch.tensor([[2, 7, 3]]), hf.VLBertModel.from_pretrained(step, config=config)
+    assert len(transformers.AutoModel.from_pretrained(step, output_attentions=True)(tokens).attentions) == 2
     for kernel in ("eager", "sdpa"):
-        model = AutoModel.from_pretrained(step, attn_implementation=kernel)
-        assert isinstance(model, VLBertModel)
+        model = transformers.AutoModel.from_pretrained(step, attn_implementation=kernel)
         assert torch.equal(model(tokens)[0], plain(tokens)[0])
         assert len(model(tokens, output_attentions=True).attentions) == 2
-    new = AutoModel.from_config(VLBertConfig(layers="J", hidden_size=8, num_heads=2, vocab_size=20))
-    assert new.config.model_config.layers == "J"
+    new = transformers.AutoModel.from_config(hf.VLBertConfig(layers="J", hidden_size=8, num_heads=2, vocab_size=20))
     assert new.get_input_embeddings().weight.shape == (20, 8)
 
 
@@ -408,7 +346,7 @@ def test_config_classes_and_models_are_found_by_config_json(models):
         ({"attn_implementation": "flash_attention_2"}, "does not support Flash Attention 2"),
     ],
 )
-@pytest.mark.parametrize("kind", [VLBertForPreTraining, AutoModelForPreTraining])
+@pytest.mark.parametrize("kind", [hf.VLBertForPreTraining, transformers.AutoModelForPreTraining])
 def test_what_a_model_cannot_be_loaded_as_is_refused(models, kind, given: dict, named: str):
     with pytest.raises((ValueError, ImportError, TypeError, RuntimeError), match=named):
         kind.from_pretrained(str(models / "runs/pretraining/step-0000001"), **given)
@@ -418,27 +356,27 @@ def test_a_new_head_starts_as_in_a_run_and_says_so(models, caplog, monkeypatch):
     run = models / "runs/related"
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     two = VQASettings(answers=2, question_length=58, answers_from_words=False)
-    model = VLBertForQuestionAnswering.from_pretrained(
-        run, config=VLBertConfig.from_pretrained(run).with_settings(two), device_map="auto", dtype="float32"
+    model = hf.VLBertForQuestionAnswering.from_pretrained(
+        run, config=hf.VLBertConfig.from_pretrained(run).with_settings(two), device_map="auto", dtype="float32"
     )
     assert "has no head of VLBertForQuestionAnswering" in caplog.text
-    source = VLBertForPreTraining.from_pretrained(run)
+    source = hf.VLBertForPreTraining.from_pretrained(run)
     assert torch.equal(model.head.transform.dense.weight, source.head.word_transform.dense.weight)
     assert model.task.settings.answers == 2
     caplog.clear()
     ranker = Ranker(str(run)).model
-    zero_shot = VLBertForImageTextRetrieval.from_pretrained(run)
+    zero_shot = hf.VLBertForImageTextRetrieval.from_pretrained(run)
     assert caplog.text == "", "nothing of it is random"
     assert all(torch.equal(one, zero_shot.state_dict()[name]) for name, one in ranker.state_dict().items())
     with pytest.raises(ValueError, match="ForQuestionAnswering needs VQASettings; the config has the head of Pre"):
-        VLBertForQuestionAnswering(source.config)
+        hf.VLBertForQuestionAnswering(source.config)
 
 
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_new_head_for_questions_has_the_labels_that_are_given(models, tmp_path, monkeypatch, auto):
-    fits = dataclasses.replace(VLBertForQuestionAnswering.new_settings, question_length=58)
-    monkeypatch.setattr(VLBertForQuestionAnswering, "new_settings", fits)
-    kind = AutoModelForVisualQuestionAnswering if auto else VLBertForQuestionAnswering
+    fits = dataclasses.replace(hf.VLBertForQuestionAnswering.new_settings, question_length=58)
+    monkeypatch.setattr(hf.VLBertForQuestionAnswering, "new_settings", fits)
+    kind = transformers.AutoModelForVisualQuestionAnswering if auto else hf.VLBertForQuestionAnswering
     pretrained, vqa = (str(models / f"runs/{run}/step-0000001") for run in ("pretraining", "vqa-pixels"))
     assert kind.from_pretrained(pretrained).config.num_labels == 3129
     two = kind.from_pretrained(pretrained, num_labels=2)
@@ -463,25 +401,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_model_is_fetched_from_the_hub(models, hub, tmp_path):
     run, name = models / "runs/vqa-pixels", "someone/vl-bert-vqa"
-    model, processor = VLBertForQuestionAnswering.from_pretrained(run), VLBertProcessor.from_pretrained(run)
+    model, processor = hf.VLBertForQuestionAnswering.from_pretrained(run), hf.VLBertProcessor.from_pretrained(run)
     for one in (model, processor):
         one.save_pretrained(hub / name)
     cache = {"cache_dir": tmp_path / "cache"}
-    fetched = VLBertForQuestionAnswering.from_pretrained(name, **cache)
+    fetched = hf.VLBertForQuestionAnswering.from_pretrained(name, **cache)
     files = {one for one in Hub.requested if "/resolve/" in one}  # of one commit, whatever is pushed meanwhile
     assert files >= {f"/{name}/resolve/{Hub.commit}/{file}" for file in ("model.safetensors", "vocab.txt", "task.json")}
     Hub.requested.clear()
-    VLBertForQuestionAnswering.from_pretrained(name, **cache, local_files_only=True)
+    hf.VLBertForQuestionAnswering.from_pretrained(name, **cache, local_files_only=True)
     assert not Hub.requested
     assert all(torch.equal(one, fetched.state_dict()[key]) for key, one in model.state_dict().items())
     assert fetched.config.id2label == model.config.id2label
     shutil.copytree(run / "step-0000001", hub / "someone/checkpoint")  # its config.json does not have the answers
-    assert VLBertForQuestionAnswering.from_pretrained("someone/checkpoint", **cache).saved == model.saved
-    assert VLBertProcessor.from_pretrained(name, **cache).to_dict() == processor.to_dict()
+    assert hf.VLBertForQuestionAnswering.from_pretrained("someone/checkpoint", **cache).saved == model.saved
+    assert hf.VLBertProcessor.from_pretrained(name, **cache).to_dict() == processor.to_dict()
     (hub / "someone" / "other").mkdir(parents=True)
     for none in ("someone/none", "someone/other", "no name"):
         with pytest.raises(OSError, match=f"{none} is neither a folder nor a model on the hub .* there is no folder"):
-            VLBertModel.from_pretrained(none, **cache)
+            hf.VLBertModel.from_pretrained(none, **cache)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +431,7 @@ def test_a_model_is_fetched_from_the_hub(models, hub, tmp_path):
         ("s3://bucket/runs/vqa-pixels", "there is no folder"),
     ],
 )
-@pytest.mark.parametrize("kind", [VLBertModel, VLBertConfig, VLBertProcessor])
+@pytest.mark.parametrize("kind", [hf.VLBertModel, hf.VLBertConfig, hf.VLBertProcessor])
 def test_a_missing_folder_is_named_before_the_hub_is_asked(models, hub, monkeypatch, kind, name: str, named: str):
     monkeypatch.chdir(models)
     (models / "empty").mkdir(exist_ok=True)

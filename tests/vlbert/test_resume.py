@@ -104,9 +104,8 @@ def test_samples_are_equal_in_every_sequence_of_worlds(grown, uninterrupted, wor
 
 def a_run(root: Path, name: str, steps: int = 6, workers: int = 0) -> Recipe:
     """20 samples, 8 a step: shards that are committed in the second step enter in the middle of the third."""
-    recipe = tiny_recipe(root, run_name=name, steps=steps, save_every=1, keep_checkpoints=20)
-    data = dataclasses.replace(recipe.data, new_shards_every=1, workers=workers)
-    return dataclasses.replace(recipe, data=data)
+    data = {"new_shards_every": 1, "workers": workers}
+    return tiny_recipe(root, data, run_name=name, steps=steps, save_every=1, keep_checkpoints=20)
 
 
 def test_damaged_new_shards_end_no_training(tmp_path, capsys):

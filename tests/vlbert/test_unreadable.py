@@ -48,13 +48,8 @@ def infinite(sample: Sample) -> Sample:
     return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, boxes=boxes))
 
 
-def of_other_classes(sample: Sample) -> Sample:
-    regions = dataclasses.replace(sample.regions, class_probs=sample.regions.class_probs[:, :-1])
-    return dataclasses.replace(sample, regions=regions)
-
-
-def without_classes(sample: Sample) -> Sample:
-    return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, class_probs=None))
+def of_classes(sample: Sample, probs: np.ndarray | None) -> Sample:
+    return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, class_probs=probs))
 
 
 def a_root(folder: Path, broken: dict[int, Callable[[Sample], Sample]], count: int = 16, held_out: int = 0) -> Path:
@@ -123,7 +118,15 @@ def keys_of(data: TrainingData) -> list[list[str]]:
     return [[key for batch in data[step] for key in batch.keys] for step in range(4)]
 
 
-@pytest.mark.parametrize("breaks", [torn, infinite, of_other_classes, without_classes])
+BREAKS = [
+    torn,
+    infinite,
+    lambda one: of_classes(one, one.regions.class_probs[:, 1:]),
+    lambda one: of_classes(one, None),
+]
+
+
+@pytest.mark.parametrize("breaks", BREAKS, ids=["torn", "infinite", "other classes", "no classes"])
 def test_a_broken_sample_leaves_its_slot_empty(tmp_path, breaks):
     whole = keys_of(training_data(a_root(tmp_path / "whole", {})))
     broken = training_data(a_root(tmp_path / "broken", {5: breaks, 11: breaks}))
@@ -203,17 +206,11 @@ def lines_of(root: Path) -> list[dict]:
     return [json.loads(line) for line in (root / "runs/tiny/unreadable.jsonl").read_text().splitlines()]
 
 
-def test_too_many_unreadable_samples_end_the_run(tmp_path):
-    root = a_root(tmp_path, {0: torn, 7: torn, 1001: torn}, held_out=3)
-    train(a_recipe(root, held_out=("held-out",), unreadable=2 / 16), ALONE)  # what a validation cannot read is no third
-    with pytest.raises(ValueError, match="^2 samples cannot be read, the last because sample .* data.unreadable$"):
-        train(dataclasses.replace(a_recipe(root, unreadable=1.9 / 16), run_name="again"), ALONE)
-
-
-def test_a_run_logs_each_broken_sample_once_and_counts_every_slot(tmp_path, capsys):
+def test_a_run_logs_each_broken_sample_once_counts_every_slot_and_ends_where_there_are_too_many(tmp_path, capsys):
     root = a_root(tmp_path, {0: torn, 7: torn, 1001: torn}, held_out=3)
     # Built from the captions that can be read; sample 0, whose number of classes is read first, is not one of them.
-    recipe = dataclasses.replace(a_recipe(root, held_out=("held-out",)), vocabulary=None, steps=8, save_every=4)
+    recipe = a_recipe(root, held_out=("held-out",), unreadable=2 / 16)  # what a validation cannot read is no third
+    recipe = dataclasses.replace(recipe, vocabulary=None, steps=8, save_every=4)
     train(recipe, ALONE)
     printed = capsys.readouterr().out
     lines = lines_of(root)
@@ -233,3 +230,5 @@ def test_a_run_logs_each_broken_sample_once_and_counts_every_slot(tmp_path, caps
     assert lines_of(root) == lines
     again = read_metrics(open_store(str(root)), "tiny", "training")
     assert [line.get("unreadable") for line in again] == [line.get("unreadable") for line in training]
+    with pytest.raises(ValueError, match="^2 samples cannot be read, the last because sample .* data.unreadable$"):
+        train(dataclasses.replace(a_recipe(root, unreadable=1.9 / 16), run_name="again"), ALONE)

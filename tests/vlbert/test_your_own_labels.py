@@ -1,17 +1,15 @@
 """docs/your-own-labels.md: a classifier of image and text from two CSV files, outside this package."""
 
 import csv
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from guides import run_commands
-from tiny import TINY_MODEL, as_overrides, tiny_sample, urls
+from guides import made_tiny, run_commands
+from tiny import tiny_sample, urls
 
-from training.optimizer import OptimizerConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks import make_task
 
@@ -41,12 +39,10 @@ def test_rows_that_cannot_be_used_are_named(own_module, tmp_path):
     assert training.skipped == ("row 2 of train.csv: it has 80 tokens, more than task.text_length = 60",)
     assert validation.samples.tolist() == [2, 1]
     assert validation.invalid == ("row 2 of val.csv: 'plaid' is not in task.labels",)
-    (tmp_path / "val.csv").write_text("image,text\n000002.jpg,which colour\n")
-    with pytest.raises(ValueError, match=r"val.csv has no column label"):
-        task.examples(samples, "val")
-    write_csv(tmp_path / "val.csv", [("gone.jpg", "which colour", "red")])
-    with pytest.raises(ValueError, match=r"gone.jpg"):
-        task.examples(samples, "val")
+    for text, named in (("image,text\n", "val.csv has no column label"), ("image,text,label\ngone,x,red\n", "gone")):
+        (tmp_path / "val.csv").write_text(text)
+        with pytest.raises(ValueError, match=named):
+            task.examples(samples, "val")
 
 
 @pytest.mark.slow
@@ -61,20 +57,8 @@ def test_the_commands_of_the_page_train_a_classifier_of_image_and_text(own_modul
     for split, found in rows.items():
         write_csv(tmp_path / f"{split}.csv", found)
     (tmp_path / "vocab.txt").write_text(WORDS.text())
-    recipe = labels.finetune_labels()
-    tiny = dataclasses.replace(
-        recipe,
-        task=labels.LabelSettings(tuple(sorted({label for *_, label in rows["train"]}))),
-        model=dataclasses.replace(TINY_MODEL, dropout=0.0),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
-        data=dataclasses.replace(recipe.data, batch=16),
-        steps=100,
-        validate_every=100,
-        save_every=100,
-        random_init=True,
-        vocabulary="vocab.txt",
-    )
-    overrides = " ".join(f"'{one}'" for one in as_overrides(tiny, recipe))
+    known = labels.LabelSettings(tuple(sorted({label for *_, label in rows["train"]})))
+    overrides = made_tiny(labels.finetune_labels(), 100, task=known, vocabulary="vocab.txt")
     replaced = {
         "detector.safetensors\n": "detector.safetensors --selection.minimum 2 --selection.maximum 4\n",
         "--init_from demo-root/runs/pretrain": overrides,

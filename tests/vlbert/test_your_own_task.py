@@ -1,14 +1,11 @@
 """docs/your-own-task.md: its file, outside this package, trains, learns and is evaluated."""
 
-import dataclasses
 import json
 
 import pyarrow.parquet as pq
 import pytest
-from guides import run_commands
-from tiny import COLOURS, TINY_MODEL, as_overrides, commit_samples, tiny_sample
-
-from training.optimizer import OptimizerConfig
+from guides import made_tiny, run_commands
+from tiny import COLOURS, commit_samples, tiny_sample
 
 PAGE = "your-own-task.md"
 
@@ -18,18 +15,7 @@ def test_the_commands_of_the_page_train_a_task_that_learns_from_the_image(own_mo
     held_out = [tiny_sample(1000 + i, regions=1) for i in range(24)]
     commit_samples(tmp_path / "demo-root", "captions", [tiny_sample(i, regions=1) for i in range(48)])
     commit_samples(tmp_path / "demo-root", "held-out", held_out)
-    recipe = own_module(PAGE, "colours").finetune_colours()
-    tiny = dataclasses.replace(
-        recipe,
-        model=dataclasses.replace(TINY_MODEL, dropout=0.0),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
-        data=dataclasses.replace(recipe.data, batch=16, workers=0),
-        steps=60,
-        validate_every=60,
-        save_every=60,
-        random_init=True,
-    )
-    overrides = " ".join(f"'{one}'" for one in as_overrides(tiny, recipe))
+    overrides = made_tiny(own_module(PAGE, "colours").finetune_colours(), 60)
     replaced = {
         "--init_from demo-root/runs/pretrain": overrides,
         "finetune_colours held-out": f"finetune_colours held-out {overrides}",
