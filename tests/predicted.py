@@ -50,7 +50,7 @@ def save_model(root: Path, run: str, task: object, detector: dict | None, **chan
 
 
 def save_as(root: Path, run: str, recipe: Recipe, model: TaskModel, detector: dict | None = None) -> Path:
+    """The checkpoint of a run's first step, with this model."""
     optimizer = make_optimizer(model, recipe.optimizer)
-    task, optimizer = model.task, make_optimizer(model, recipe.optimizer)
     with Writer(open_store(str(root)), log=lambda line: None) as writer:
         return root / save_checkpoint(writer, 1, recipe, model, optimizer, {}, detector)
