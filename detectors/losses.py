@@ -156,16 +156,16 @@ class Losses(nn.Module):
         self, features: Tensor, regions: list[tuple[Tensor, Tensor, int]], examples: list[Example]
     ) -> dict[str, tuple[Tensor, int]]:
         config, sampling, predictor = self.network.config, self.sampling, self.network.roi_heads.box_predictor
-        labels, targets, attributes = [], [], []
+        labels, is_foreground, targets, attributes = [], [], [], []
         for (boxes, matched, foreground), example in zip(regions, examples, strict=True):
             label = example.labels[matched].clone()
             label[foreground:] = config.num_classes
             labels.append(label)
+            is_foreground.append(torch.arange(len(boxes), device=boxes.device) < foreground)
             objects = matched[:foreground]
             targets.append(encode_deltas(boxes[:foreground], example.boxes[objects], config.box_weights))
             attributes.append(example.attributes[objects])
-        labels, targets, attributes = map(torch.cat, (labels, targets, attributes))
-        is_foreground = labels < config.num_classes
+        labels, is_foreground, targets, attributes = map(torch.cat, (labels, is_foreground, targets, attributes))
         classes = F.cross_entropy(predictor.cls_score(features).float(), labels, reduction="sum")
         features, true_classes = features[is_foreground], labels[is_foreground]
         deltas = predictor.bbox_pred(features).float().unflatten(1, (-1, 4))
