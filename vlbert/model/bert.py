@@ -15,7 +15,7 @@ from vlbert.model.vlbert import VLBert
 if TYPE_CHECKING:
     from transformers import BertConfig
 
-# Our name of each part of a layer -> Hugging Face's name.
+# Our name for each part of a layer -> Hugging Face's name.
 _LAYER = {
     "query": "attention.self.query",
     "key": "attention.self.key",

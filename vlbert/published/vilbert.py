@@ -1,4 +1,4 @@
-"""Published ViLBERT checkpoints: infers the model in a file, and maps the file's keys to our tensor names.
+"""Read published ViLBERT checkpoints: infer the model in a file, and map the file's keys to our tensor names.
 
 Files of both code releases are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
 (facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The paper's
@@ -134,7 +134,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return {their name: our name} for the parameters of a fine-tuned task's classifier, or {} if they have none."""
+    """Return {their name: our name} for the parameters of a task's classifier, or {} if their code has none like it."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))

@@ -1,4 +1,4 @@
-"""Published VL-BERT checkpoints: infers the model in a file, and maps the file's keys to our tensor names."""
+"""Read published VL-BERT checkpoints: infer the model in a file, and map the file's keys to our tensor names."""
 
 import re
 from dataclasses import dataclass, replace
@@ -172,7 +172,7 @@ class PublishedVLBert(Published):
 
 
 def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
-    """Replace our prefix of a tensor name by the authors' prefix. Returns None if `pairs` lacks our prefix."""
+    """Replace our prefix in a tensor name with the authors'. Returns None if no prefix in `pairs` matches."""
     for theirs, ours in pairs:
         if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
             return theirs.format(*match.groups()) + name[match.end() :]
