@@ -23,7 +23,7 @@ from storage.digests import sha256_of
 from storage.pickles import UnsafePickle, read_pickle
 from storage.safe_json import parse_json, printable, short_repr
 
-# Our name of each field, and its names in files.
+# Our name for each field, and its names in files.
 FIELDS = {
     "image_id": ("image_id", "img_id"),
     "image_w": ("image_w", "img_w", "image_width", "width"),

@@ -59,11 +59,11 @@ def train(
 ) -> Trained:
     """Train or resume a run, unless it is complete. `fields` are recipe fields to set, by name."""
     started = time.monotonic()
-    from vlbert.resume import find_complete  # here, because it imports torch, which other stages do not need
+    from vlbert.resume import finish_if_complete  # here, because it imports torch, which other stages do not need
 
     run, processes, peak_bytes = settings.resolved_recipe.run, settings.processes, 0
     fields = {"data.root": root, "run_name": run} | fields
-    complete = find_complete(override_values(settings.resolved_recipe, fields), processes.world)
+    complete = finish_if_complete(override_values(settings.resolved_recipe, fields), processes.world)
     if complete:
         log(complete)
     else:

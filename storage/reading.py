@@ -1,4 +1,4 @@
-"""Random-access reader for training: reads the samples of a snapshot by index, using their byte ranges.
+"""Random access for training: read the samples of a snapshot by index, using their byte ranges.
 
 Local and cached tars are read with pread. A bucket is read with parallel range requests, each of which may cover
 several neighbouring samples, so training needs no local disk.

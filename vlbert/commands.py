@@ -15,7 +15,7 @@ from storage.programs import PackageMissing
 
 # Command -> the module whose `main` it calls, and its description. A module is imported only to run its command.
 COMMANDS = {
-    "plan": ("vlbert.plan", "estimate GB, hours and euros before anything is downloaded"),
+    "plan": ("vlbert.plan", "estimate GB, hours and euros in advance"),
     "collect": ("storage.collect.run", "download the images of a caption list, or import images, into shards"),
     "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),

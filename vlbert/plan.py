@@ -1,9 +1,9 @@
-"""Estimate the GB, hours and euros of each stage of a pre-training run, before anything is downloaded or rented.
+"""Estimate the GB, hours and euros of each stage of a pre-training run in advance.
 
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
-Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from the rates in THROUGHPUT, which
-only hold for the same settings. If a rate is unknown, the output names the command that measures it.
+Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from the rates in THROUGHPUT. A rate
+holds only for the settings with which it was measured. If it is unknown, the output names the command that measures it.
 """
 
 import asyncio
@@ -192,7 +192,10 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
 
 
 async def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> list[Figure]:
-    """Download sampled rows, and return the share with a distinct image, bytes per image, and rows per second."""
+    """Download sampled rows, and return the share that gave an image, bytes per image, and rows per second.
+
+    In the share, a row that repeats another counts as one without an image. Raises ValueError if no row gave an image.
+    """
     distinct = list({row.key: row for row in rows if not row.status}.values())
     begin = time.monotonic()
     with Spool() as spool:

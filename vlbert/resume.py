@@ -77,11 +77,10 @@ def start_or_resume(
     return data, model, optimizer, resumed.state if resumed else {}
 
 
-def find_complete(recipe: Recipe, processes: int) -> str | None:
-    """Return the message that `vlbert train` prints if the run is complete, or None if steps are left.
+def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
+    """If a run is complete, delete its surplus checkpoints and return the message that `vlbert train` prints.
 
-    Returns None also if there is an error, so that `vlbert train` can report it. No tensors are loaded. Surplus
-    checkpoints of a complete run are deleted.
+    Otherwise, or if there is an error (which `vlbert train` then reports), return None. No tensors are loaded.
     """
     try:
         check_complete(recipe)
@@ -196,8 +195,8 @@ def _check_same(name: str, values: Sequence[tuple[str, object]]) -> None:
     for dataset, value in others:
         if value != expected:
             raise ValueError(
-                f"data.datasets: the regions of {dataset} have another {name}, {value}, than those of {first}, "
-                f"{expected}; detect both with the same settings, or train on one of them"
+                f"data.datasets: the regions of {dataset} and {first} differ in their {name}, {value} and {expected}; "
+                "detect both with the same settings, or train on one of them"
             )
 
 

@@ -125,9 +125,9 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """Switch dataset `number` to its newest snapshot from draw `boundary` on. Returns True if there was a newer one.
+    """If dataset `number` has a newer snapshot, read it from draw `boundary` on. Returns True if there is one.
 
-    A newer snapshot has new shards, or revised shards (images were requested again, or samples were withdrawn).
+    A newer snapshot has new shards, or revised ones (images were requested again, or samples were withdrawn).
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]

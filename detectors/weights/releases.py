@@ -214,7 +214,7 @@ def convert(file: Path) -> Converted:
 
 
 def to_our_name(theirs: str, release: Release) -> str:
-    """Return our name for a release's tensor, such as `backbone.res3.0.conv1.norm.weight` for `layer2.0.bn1.weight`."""
+    """Return our name for a tensor, such as `backbone.res3.0.conv1.norm.weight` for `layer2.0.bn1.weight`."""
     for old, new in release.names:
         match = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), theirs)
         if match:

@@ -1,4 +1,4 @@
-"""Commit of a shard: writes its tar first, then its manifest, which makes it visible."""
+"""Commit a shard: write its tar first, then its manifest, which makes it visible."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence

@@ -184,7 +184,7 @@ def _compare_states(ours: Ours, layers: str, seen: dict) -> None:
 
 
 def _gradients(case: Case, what: PublishedViLBert, model: nn.Module) -> dict[str, Tensor | None]:
-    """Return our gradient by their name of each parameter."""
+    """Return our gradient by their name for each parameter."""
     parameters = dict(model.named_parameters())
     ours = {entry["theirs"]: entry["ours"] for entry in what.entries() if "ours" in entry}
     found = {}

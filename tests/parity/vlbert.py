@@ -217,7 +217,7 @@ def losses(case: VLBertCase, ours: Ours) -> list[tuple[float, float]]:
 
 
 def gradients(case: VLBertCase, ours: Ours) -> dict[str, Tensor | None]:
-    """Return our gradient by their name of each parameter."""
+    """Return our gradient by their name for each parameter."""
     model = nn.ModuleDict({"vlbert": ours.vlbert, "head": ours.head})
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     order = case.metadata["param_order_for_grad"]

@@ -216,8 +216,11 @@ def test_bad_names_and_weights_and_datasets_that_do_not_fit_together_are_named(r
         commit(root, name, "00000", samples)
     for datasets, named in (
         ({"captions": 1, "nothing": 1}, r"nothing/regions has no region shards"),
-        ({"captions": 1, "few": 1}, "the regions of few have another number of classes, 4, than those of captions, 8"),
-        ({"captions": 1, "other": 1}, "of other have another detector, 0123456789ab, than those of captions, 0000000"),
+        ({"captions": 1, "few": 1}, "the regions of few and captions differ in their number of classes, 4 and 8"),
+        (
+            {"captions": 1, "other": 1},
+            "of other and captions differ in their detector, 0123456789ab and 0000000",
+        ),
     ):
         with pytest.raises(ValueError, match=named):
             train(a_run(root, "refused", datasets), ALONE)

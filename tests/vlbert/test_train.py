@@ -20,7 +20,7 @@ from training.distributed import ALONE
 from training.log import read_metrics
 from vlbert.config import Recipe
 from vlbert.data.corpus import make_corpus
-from vlbert.resume import find_complete
+from vlbert.resume import finish_if_complete
 from vlbert.train import main, train
 
 
@@ -67,14 +67,14 @@ def test_a_finished_run_changes_nothing(root, six_steps, capsys):
     assert "words_accuracy" in train(recipe, ALONE)
     printed = capsys.readouterr().out
     assert printed.startswith("whole is complete")
-    assert find_complete(recipe, 2) == printed.strip()
+    assert finish_if_complete(recipe, 2) == printed.strip()
     assert {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")} == before
     for refused in ("--steps=7", "--optimizer.learning_rate=0.5", "--data.root=", "--run_name=nobody"):
-        assert find_complete(override(recipe, [refused]), 1) is None, "left to the program"
-    assert find_complete(recipe, 3) is None, "which cannot share the batch"
+        assert finish_if_complete(override(recipe, [refused]), 1) is None, "left to the program"
+    assert finish_if_complete(recipe, 3) is None, "which cannot share the batch"
     # Settled, as after a kill that left more checkpoints than it keeps.
     shutil.copytree(root / "runs" / "whole", root / "runs" / "unsettled")
-    assert find_complete(tiny_recipe(root, run_name="unsettled", keep_checkpoints=1), 1)
+    assert finish_if_complete(tiny_recipe(root, run_name="unsettled", keep_checkpoints=1), 1)
     assert not (root / "runs" / "unsettled" / "step-0000003" / "state.json").exists()
 
 

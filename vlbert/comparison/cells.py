@@ -29,7 +29,7 @@ from vlbert.config import Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.resume import find_complete
+from vlbert.resume import finish_if_complete
 from vlbert.train import train
 
 # Arguments of a training run that a comparison sets itself.
@@ -147,7 +147,7 @@ def _make_cell(
 
 def is_done(cell: Cell, root: str) -> bool:
     """Return True if a cell is evaluated and was trained from the current pre-trained weights. Loads no tensors."""
-    if not find_complete(cell.recipe, processes=1):
+    if not finish_if_complete(cell.recipe, processes=1):
         return False
     store = open_store(root, write=False)
     if cell.needs and not _started_from(store, cell.checkpoint, cell.needs):

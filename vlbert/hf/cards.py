@@ -120,7 +120,7 @@ def data_card(store: ObjectStore, dataset: str) -> str:
 
 
 def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
-    """Return counts and metadata of a dataset's stage, such as "images", from the manifests of its shards."""
+    """Return counts and metadata of one stage of a dataset ("images" or "regions/ID"), read from its manifests."""
     hosts, tables = Counter(), []
     for table in catalog.columns(stage, ["status", "url", *_COLUMNS]):
         ok = table.filter(pc.equal(table["status"], OK))

@@ -130,7 +130,7 @@ def _to_plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strip_task_paths(settings: Any) -> Any:
-    """Empty the field `folder` of a task's settings, and shorten other absolute paths and URIs to file names."""
+    """Return a task's settings with `folder` set to "", and other absolute paths and URIs shortened to file names."""
     if isinstance(settings, Mapping):
         return {name: "" if name == "folder" else _strip_task_paths(value) for name, value in settings.items()}
     if isinstance(settings, str) and (os.path.isabs(settings) or "://" in settings):

@@ -21,8 +21,8 @@ class ModelNotReadable(OSError, ValueError):
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
     """Return a model's local folder. If the model is on the hub, download its `files` first, all from the same commit.
 
-    `hub` has options of `snapshot_download`. Raises TypeError for an option that is not in HUB, and ModelNotReadable if
-    there is no such model.
+    `hub` has keyword arguments for `snapshot_download`. Raises TypeError for one that HUB does not list, and
+    ModelNotReadable if there is no such model.
     """
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")

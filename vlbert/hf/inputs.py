@@ -12,8 +12,8 @@ vlbert/data/batch.py.
     boxes                  float [B, R, 4]      x1 y1 x2 y2 in pixels of the resized image; the first is the whole image
     image_sizes            int64 [B, 2]         (height, width) of each resized image; default: those of pixel_values
 
-Other inputs are named as in Batch, and padded to [B, R] or [B, choices, T]: token_region, region_masked,
-region_classes, cells and, one per image, averaged_over. By default, no word mentions a region and no region is masked.
+The other inputs are named as in Batch: token_region (same shape as input_ids), region_masked and region_classes [B, R],
+cells [B, R, S, S] and averaged_over [B]. By default, no word mentions a region and no region is masked.
 """
 
 import torch
@@ -92,7 +92,7 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
 def from_batch(batch: Batch) -> dict[str, Tensor]:
     """Return the arguments with which `to_batch` makes this batch. Labels and default values are left out.
 
-    Raises ValueError if the batch masks pixels of boxes that are not regions (`covered`).
+    Raises ValueError if the batch has `covered` boxes, because `to_batch` has no argument for them.
     """
     if batch.covered_mask.any():
         raise ValueError("the batch masks pixels of boxes that are not regions, for which there is no argument")
@@ -135,7 +135,10 @@ def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
 
 
 def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
-    """Count the real elements in each row of a mask. Raises ValueError if a real element follows padding."""
+    """Count the real elements in each row of `mask`. If it is None, all elements of `like` are real.
+
+    Raises ValueError if a real element follows padding.
+    """
     mask = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.reshape(like.shape).bool()
     if (mask[..., 1:] & ~mask[..., :-1]).any():
         raise ValueError(f"{name} has padding before the end of a row: pad on the right")
@@ -143,7 +146,7 @@ def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
 
 
 def _check_images(count: int, given: dict[str, Tensor]) -> None:
-    """Raise ValueError if the image inputs do not fit together, or if their number is not `count`."""
+    """Raise ValueError if the image inputs do not fit together, or if they are not for `count` images."""
     if not {"pixel_values", "visual_embeds"} & given.keys():
         if given:
             raise ValueError(f"{' and '.join(given)} need pixel_values or visual_embeds")

@@ -135,8 +135,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the hub.
 
         If the checkpoint was trained for another task, the model gets a new head, which starts from those parts of the
-        checkpoint's head that fit. A warning is logged if it must be trained. Raises OSError if a folder or file is
-        missing or damaged, and ValueError if the weights do not fit the model.
+        checkpoint's head that fit. A warning is logged if the new head must be trained first. Raises OSError if a
+        folder or file is missing or damaged, and ValueError if the weights do not fit the model.
 
         Args:
             config: Config to use instead of the folder's.
@@ -287,11 +287,11 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
 
 
 class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
-    """A model that selects one of several choices (VCR). Text inputs are [N, choices, T].
+    """A model that selects one of several choices (VCR). Text inputs are [B, choices, T] for B questions.
 
     Labels of `forward`:
-        labels: int64 [N], the index of the correct choice, or -100 if it is unknown.
-        region_labels: int64 [N, R], each region's class, or -100 to ignore it; for models that predict these classes.
+        labels: int64 [B], the index of the correct choice, or -100 if it is unknown.
+        region_labels: int64 [B, R], each region's class, or -100 to ignore it; for models that predict these classes.
     """
 
     new_settings = VCRSettings()
@@ -347,9 +347,9 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
 class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
     """A model that scores how well text and image match. With a pre-trained relationship head, it works zero-shot.
 
-    `labels` (int64 [N, 2]) hold two numbers per row. The first is the index of the matching pair to which the row
-    belongs. The second is the row's role: 0 for the matching pair itself, 1 to W for its image with wrong captions, and
-    above W for its caption with wrong images. W is RetrievalSettings.wrong_captions.
+    `labels` (int64 [N, 2]) hold two numbers per row. The first is the index of the matching pair from which the row was
+    made. The second is 0 for the pair itself, 1 to W if its caption was replaced by a wrong one, and above W if its
+    image was. W is RetrievalSettings.wrong_captions.
     """
 
     new_settings = RetrievalSettings()
@@ -365,7 +365,10 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
 
 
 def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:
-    """Add labels to a batch, for the True elements of `mask` (bool [N, T] or [N, R]). `name` is the mask's name."""
+    """Return the batch with `labels` for the True elements of `mask` (bool [N, T] or [N, R]).
+
+    The indices of these elements are stored as `labelled[name]`.
+    """
     sizes = replace(batch.sizes, labelled=batch.sizes.labelled | {name: tuple(mask.sum(dim=1).tolist())})
     labelled = batch.labelled | {name: mask.flatten().nonzero()[:, 0]}
     return replace(batch, labelled=labelled, labels=batch.labels | labels, sizes=sizes)

@@ -10,18 +10,19 @@ from transformers.utils.generic import ModelOutput
 class VLBertOutput(ModelOutput):
     """Outputs of a model. Fields that the model does not compute are None. Values at padding are meaningless.
 
+    B is the number of texts. N is the number of rows: B * choices in VCR, otherwise B.
+
     Attributes:
         loss: The training loss, a scalar, if there are labels.
-        logits: Question answering: [N, answers]. VCR: [N, choices]. Referring expression: [N, R], -inf for regions that
+        logits: Question answering: [N, answers]. VCR: [B, choices]. Referring expression: [N, R], -inf for regions that
             are not candidates. Retrieval: [N]; the sigmoid is the probability that text and image belong together.
         prediction_logits: Pre-training: [N, T, vocabulary].
-        region_logits: [N, R, 1 + classes], over the detector's classes, background first. VCR: [N * choices, R,
-            classes], if the task predicts them from the encoder's output.
+        region_logits: Pre-training: [N, R, 1 + classes], over the detector's classes, background first. VCR with
+            region_loss="contextual": [N, R, classes].
         relationship_logits: [N, 2], whether text and image belong together (class 0), if the model has that head.
-        last_hidden_state: VLBertModel: the text, float [N, T, C].
-        visual_last_hidden_state: The regions, float [N, R, C'], the whole image first. C' is C, or region_hidden_size.
-        hidden_states: With output_hidden_states: the text before the first layer and after each layer, [N, T, C]. Here
-            and below, each choice is a row: [N * choices, ...].
+        last_hidden_state: Only from VLBertModel: the text's vectors, float [N, T, C].
+        visual_last_hidden_state: The regions' vectors, [N, R, C'], whole image first. C' is region_hidden_size or C.
+        hidden_states: With output_hidden_states: the text before the first layer and after each layer, [N, T, C].
         visual_hidden_states: The same for the regions, [N, R, C'].
         attentions: With output_attentions: [N, heads, from, to] for each layer. A layer X has two, from text to regions
             and from regions to text. In layers J, both dimensions are the text, the regions and [END].

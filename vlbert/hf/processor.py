@@ -43,10 +43,10 @@ class VLBertProcessor(ProcessorMixin):
         inputs = processor(images=image, text="a red [MASK]", boxes=[[20, 30, 120, 140]])            # your regions
         inputs = processor(text=text, boxes=boxes, visual_embeds=features, image_sizes=(480, 640))   # your features
 
-    The text gets the form that the config's task needs, such as [CLS] question [SEP] [MASK] [SEP].
+    The text is put into the form that the config's task needs, such as [CLS] question [SEP] [MASK] [SEP].
 
     Args:
-        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if it has another number of tokens.
+        tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if its size is not the config's vocab_size.
         detector: Weight file of the detector that finds the regions of images without boxes; None: no detector.
     """
 
@@ -91,12 +91,13 @@ class VLBertProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Return padded model inputs for texts and their images, named as in vlbert/hf/inputs.py.
 
-        Raises ValueError if an image cannot be read, or if the task does not take an argument.
+        Raises ValueError if an image cannot be read, or if an argument is given that the task does not take.
 
         Args:
             images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
             text: One text, or a list. With a list, the other arguments are lists, too, with one entry per text.
-            boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in its pixels. None: the detector finds them.
+            boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in pixels of the given image. None: the detector
+                finds them.
             visual_embeds: Features of each image's boxes, float [n, D], if the model reads features. They are rounded
                 to float16, like the features that a detector stores.
             image_sizes: (height, width) of each image, if there are features and no images.

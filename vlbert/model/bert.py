@@ -15,16 +15,16 @@ from vlbert.model.vlbert import VLBert
 if TYPE_CHECKING:
     from transformers import BertConfig
 
-# Our name of each part of a layer -> Hugging Face's name.
-_LAYER = {
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
+# Hugging Face's name for each part of a layer -> our name.
+BERT_LAYER = {
+    "attention.self.query": "query",
+    "attention.self.key": "key",
+    "attention.self.value": "value",
+    "attention.output.dense": "attention_output",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "intermediate",
+    "output.dense": "output",
+    "output.LayerNorm": "output_norm",
 }
 
 
@@ -72,7 +72,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
     embedding.positions.weight[:positions].copy_(tensors["bert.embeddings.position_embeddings.weight"][:positions])
     _copy_module(embedding.norm, tensors, "bert.embeddings.LayerNorm")
     for number, layer in enumerate(_text_layers(vlbert)):
-        for part, bert_part in _LAYER.items():
+        for bert_part, part in BERT_LAYER.items():
             _copy_module(getattr(layer, part), tensors, f"bert.encoder.layer.{number}.{bert_part}")
 
     taken = ["words and encoder"]

@@ -98,7 +98,7 @@ class FastRCNN(nn.Module):
         return groups
 
     def _normalise(self, pixels: Tensor, images: Tensor, batch: Batch) -> Tensor:
-        """Normalise uint8 pixels, and blank masked regions and padding. `images` [p] has the images' batch indices."""
+        """Normalise uint8 pixels, and overwrite masked regions and padding. `images` [p] has their batch indices."""
         height, width = pixels.shape[2:]
         # Changing the layout is cheaper while a pixel is a byte.
         pixels = pixels.flip(1).contiguous(memory_format=torch.channels_last).float() - self.pixel_mean

@@ -58,7 +58,8 @@ class Classifier(nn.Module):
             "linear": one layer.
             "two_layers": two layers with ReLU between them.
             "words", "regions", "regions_norm": a HeadTransform and a layer. The transform can start from the weights of
-                pre-training's word or region classifier, for "regions_norm" with region_head="transform_norm".
+                the pre-trained word classifier ("words") or region classifier ("regions", or "regions_norm" if it was
+                trained with region_head="transform_norm").
             "weight_norm": as in ViLBERT, two weight-normalised layers with ReLU between them.
             "gelu_norm": as in ViLBERT, two layers with GELU and LayerNorm between them.
         dropout: probability before each layer except the transform. In ViLBERT's kinds, only before the second layer.

@@ -15,7 +15,7 @@ from vlbert.model.layers import AttentionMap, Encoder, Streams
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The contextual vectors of a batch. Vectors at padding are meaningless; the batch has the masks.
+    """The contextual vectors of a batch. Vectors at padding are zero; the batch has the masks.
 
     Attributes:
         text: float [N, T, C].
@@ -24,7 +24,7 @@ class Encoded:
         attentions: if requested, the attention maps of all layers. VL-BERT's [END] is the last region. The task token
             is left out, so the weights of a query may sum to less than 1.
         hidden_states: if requested, text [N, T, C] and regions [N, R, C'] before the first layer and after each layer.
-            After a layer, padding is zero.
+            Before the first layer, vectors at padding are meaningless.
     """
 
     text: Tensor

@@ -2,17 +2,17 @@
 
     vlbert predict CHECKPOINT photo.jpg                       # draws the regions with their numbers
     vlbert predict CHECKPOINT photo.jpg "a red [MASK]"        # pre-training: predicts words
-    vlbert predict CHECKPOINT photo.jpg --mask_regions 2 5    # and regions whose pixels are masked
+    vlbert predict CHECKPOINT photo.jpg --mask_regions 2 5    # pre-training: predicts masked regions
     vlbert predict CHECKPOINT photo.jpg "what is on the table?"                          # VQA
     vlbert predict CHECKPOINT photo.jpg "the left cup"                                   # RefCOCO+
     vlbert predict CHECKPOINT photo.jpg "why does [1] laugh?" --choices "..." "..." "..." "..."      # VCR
     vlbert predict CHECKPOINT --among FOLDER "a red circle"   # retrieval: ranks the images of a folder
-    vlbert predict CHECKPOINT photo.jpg --captions FILE       # or the captions of a file, one per line
+    vlbert predict CHECKPOINT photo.jpg --captions FILE       # retrieval: ranks the lines of a file
     vlbert predict CHECKPOINT --serve                         # serves a page where you drop images
 
 CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model and its
-task's head. Only checkpoints for retrieval, or for pre-training with the relationship head, can rank. The prediction is
-drawn into a file next to the image. More in docs/library.md.
+task's head. Only checkpoints for retrieval, or for pre-training with the relationship head, can rank. A drawing of
+the prediction is saved next to the image. More in docs/library.md.
 """
 
 import sys
@@ -83,7 +83,7 @@ def _get_changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
-    """Print the prediction for an image and a text, and draw it into a file."""
+    """Print the prediction for an image and a text, and save a drawing of it."""
     file = output_file(options)
     question = (options.text, options.choices, options.answer, options.mask_regions)
     prediction = open_predictor(options, fields)(options.inputs[0], *question, options.attention)
@@ -99,7 +99,7 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
 
 
 def output_file(options: Options) -> Path:
-    """Return the file to draw the prediction into. Raises ValueError if that is the input image."""
+    """Return the file for the drawing of the prediction. Raises ValueError if it is the input image."""
     kind = "answer" if options.text is not None or options.mask_regions else "regions"
     image = Path(options.inputs[0])
     out = options.out or image.with_name(f"{image.stem}-{kind}.png")

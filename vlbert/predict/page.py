@@ -55,7 +55,7 @@ _HEADERS = {
 
 
 class Question(BaseModel):
-    """A question from the page: the id of an image, and the fields of the form. If it has `captions`, rank them."""
+    """A question from the page: the id of an image, and the fields of the form. `captions` are texts to rank."""
 
     image: str
     text: str = ""

@@ -73,9 +73,9 @@ class Predictor:
     ) -> Prediction:
         """Return the model's prediction for a text about an image. `image` may also be a sample that `detect` returned.
 
-        `choices`, `answer` and `mask_regions` are for tasks that use them. If neither a text nor `mask_regions` is
-        given, the prediction has only the regions. Raises ValueError if the image cannot be read, or if the task does
-        not take an argument.
+        The task determines whether `choices`, `answer` and `mask_regions` may be given. If neither a text nor
+        `mask_regions` is given, the prediction has only the regions. Raises ValueError if the image cannot be read, or
+        if an argument is given that the task does not take.
         """
         if text is None and (choices or answer):
             raise ValueError("choices and answers belong to a question; give a text")
@@ -110,12 +110,12 @@ class Predictor:
 
 
 def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
-    """Load the detector whose regions a model was trained on, or that of `file` if config.json records none.
+    """Load the detector whose regions a model was trained on. If config.json does not describe it, load `file`.
 
     Args:
         config: The model's config.json.
         source: The model's name in error messages.
-        file: The detector's weights. None: those that the model's Fast R-CNN started from, if they are this detector's.
+        file: The detector's weight file. None: that which initialised the model's Fast R-CNN, if it is this detector's.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
@@ -129,11 +129,11 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
 
 
 def find_detector_weights(config: dict) -> str | None:
-    """Return the weight file that a model's Fast R-CNN started from, perhaps in an earlier run; None if unknown."""
+    """Return the weight file of the detector that initialised a model's Fast R-CNN, or None if it is unknown."""
     weights, init_from = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
     if weights or not init_from:
         return weights
-    try:
+    try:  # the run from which this one started records the file
         return find_detector_weights(read_config_at(*find_checkpoint(init_from)))
     except (ValueError, OSError):  # the earlier run no longer exists
         return None
@@ -159,7 +159,7 @@ def name_regions(regions: Regions, classes: Sequence[str] | None) -> list[str]:
 
 
 def add_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | None) -> dict:
-    """Return a task's prediction `row` with class names added to its ranked, drawn and masked regions."""
+    """Return a task's prediction `row` with class names added to its ranking, boxes and masked regions."""
     numbers = {entry["answer"]: entry["region"] for entry in row["ranking"] if entry.get("region")}
     name_of = {answer: names[number - 1] for answer, number in numbers.items()} if classes else {}
     boxes = [{"region": numbers.get(box["name"], 0)} | box for box in row["boxes"]]

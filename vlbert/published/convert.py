@@ -39,10 +39,10 @@ REPORT, KEPT = "published.json", "published.safetensors"
 def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tuple[dict[str, Tensor], list[dict]]:
     """Convert the authors' tensors to ours (float32). Returns the tensors, and a report with an entry for each key.
 
-    An entry has `theirs` (the key), `dtype`, and either `ours` or `kept`. `ours` is our name of the tensor; keys of
-    equal tensors share a name. `kept` is the shape of a tensor that has no counterpart here and is stored separately.
-    Tensors that the file lacks are zeros if its task does not read them. Raises ValueError if a key is unexpected or
-    missing, or if its tensor is invalid.
+    An entry has `theirs` (the key), `dtype`, and either `ours` or `kept`. `ours` is our name for the tensor; keys of
+    identical tensors share a name. `kept` is the shape of a tensor that has no counterpart here and is stored
+    separately. A tensor that the file lacks becomes zeros if the file's task does not read it. Raises ValueError if a
+    key is unexpected, if any other is missing, or if a tensor is invalid.
     """
     wanted, expected = published.skeleton, {entry["theirs"]: entry for entry in published.entries()}
     times = Counter(map(published.plain_name, theirs))
@@ -95,7 +95,7 @@ def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[di
     report does not fit the tensors.
     """
     restored: dict[str, Tensor] = {}
-    converted: dict[tuple[str, str], Tensor] = {}  # keys of equal tensors share memory, and are stored once
+    converted: dict[tuple[str, str], Tensor] = {}  # keys of identical tensors share memory, and are stored once
     for entry in report:
         key, dtype, ours = entry["theirs"], getattr(torch, entry["dtype"]), entry.get("ours")
         if "kept" in entry:
@@ -227,7 +227,7 @@ def convert_checkpoint(
         source: a published checkpoint file, or a model folder
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: number of attention heads, if not the published one; for a ViLBERT: text, regions, co-attention
+        num_heads: number of attention heads, if not as published; for a ViLBERT, three: text, regions, co-attention
         task: for a fine-tuned ViLBERT: the task whose heads to convert
         task_token: for 12-in-1: the task's row in the table of task tokens, from 0
     """

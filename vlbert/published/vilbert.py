@@ -1,4 +1,4 @@
-"""Published ViLBERT checkpoints: infers the model in a file, and maps the file's keys to our tensor names.
+"""Read published ViLBERT checkpoints: infer the model in a file, and map the file's keys to our tensor names.
 
 Files of both code releases are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
 (facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The paper's
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from detectors.resnet import ResNetConfig
 from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
+from vlbert.model.bert import BERT_LAYER
 from vlbert.published.checkpoints import CLASSES, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.recipes.vilbert import (
     finetune_refcoco_vilbert,
@@ -28,16 +29,6 @@ from vlbert.tasks.vqa import OTHER_TOKENS, VQASettings
 
 TEXT_HEAD, REGION_HEAD = 64, 128  # channels of an attention head: of the text, and of regions and co-attention
 
-_SELF_ATTENTION = {
-    "attention.self.query": "query",
-    "attention.self.key": "key",
-    "attention.self.value": "value",
-    "attention.output.dense": "attention_output",
-    "attention.output.LayerNorm": "attention_norm",
-    "intermediate.dense": "intermediate",
-    "output.dense": "output",
-    "output.LayerNorm": "output_norm",
-}
 _CO_ATTENTION = {  # in their names, 1 means the regions and 2 the text
     theirs: f"{stream}.{ours}"
     for stream, number, letter in (("regions", 1, "v"), ("text", 2, "t"))
@@ -53,9 +44,9 @@ _CO_ATTENTION = {  # in their names, 1 means the regions and 2 the text
     )
 }
 _PARTS = {  # letter -> name of their list of layers, and the parts of a layer
-    "J": ("layer", _SELF_ATTENTION),
-    "T": ("layer", _SELF_ATTENTION),
-    "V": ("v_layer", _SELF_ATTENTION),
+    "J": ("layer", BERT_LAYER),
+    "T": ("layer", BERT_LAYER),
+    "V": ("v_layer", BERT_LAYER),
     "X": ("c_layer", _CO_ATTENTION),
 }
 _TEXT = {
@@ -134,7 +125,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return {their name: our name} for the parameters of a fine-tuned task's classifier, or {} if they have none."""
+    """Return {their name: our name} for the parameters of a task's classifier, or {} if their code has none like it."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))

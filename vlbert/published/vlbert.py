@@ -1,4 +1,4 @@
-"""Published VL-BERT checkpoints: infers the model in a file, and maps the file's keys to our tensor names."""
+"""Read published VL-BERT checkpoints: infer the model in a file, and map the file's keys to our tensor names."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from detectors.resnet import ResNetConfig
 from detectors.weights.tensor_files import strip_wrappers
 from vlbert.config import ModelConfig, RegionConfig
+from vlbert.model.bert import BERT_LAYER
 from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, Shapes, count, has_any
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -49,16 +50,7 @@ _CORE = [
     ("vlbert.visual_ln_object.", "vlbert.embedding.region_visual.norm."),
     *(
         (f"vlbert.encoder.layer.{{}}.{theirs}.", f"vlbert.encoder.layers.{{}}.{ours}.")
-        for theirs, ours in (
-            ("attention.self.query", "query"),
-            ("attention.self.key", "key"),
-            ("attention.self.value", "value"),
-            ("attention.output.dense", "attention_output"),
-            ("attention.output.LayerNorm", "attention_norm"),
-            ("intermediate.dense", "intermediate"),
-            ("output.dense", "output"),
-            ("output.LayerNorm", "output_norm"),
-        )
+        for theirs, ours in BERT_LAYER.items()
     ),
     ("vlbert.pooler.", "head.pooler."),
 ]
@@ -172,7 +164,7 @@ class PublishedVLBert(Published):
 
 
 def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
-    """Replace our prefix of a tensor name by the authors' prefix. Returns None if `pairs` lacks our prefix."""
+    """Replace our prefix in a tensor name with the authors'. Returns None if no prefix in `pairs` matches."""
     for theirs, ours in pairs:
         if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
             return theirs.format(*match.groups()) + name[match.end() :]
@@ -208,8 +200,8 @@ def _infer_task(shapes: Shapes) -> Any:
         kind = "words" if has_any(shapes, "final_mlp.0.LayerNorm.") else "regions"
     else:
         kind = "two_layers" if has_any(shapes, "final_mlp.4.") else "linear"
-    last = {"linear": "final_mlp.1.weight", "two_layers": "final_mlp.4.weight"}.get(kind, "final_mlp.2.weight")
-    outputs, _ = PublishedVLBert.matrix(shapes, last)
+    last, _ = _CLASSIFIER[kind][-1]
+    outputs, _ = PublishedVLBert.matrix(shapes, f"{last}weight")
     contextual = has_any(shapes, "cnn_loss_reg.")
     appearance = has_any(shapes, "image_feature_extractor.regularizing_predictor.")
     positions, _ = PublishedVLBert.matrix(shapes, "vlbert.position_embeddings.weight")
