@@ -192,10 +192,7 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
 
 
 async def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> list[Figure]:
-    """Download sampled rows, and return the share that gave an image, bytes per image, and rows per second.
-
-    In the share, a row that repeats another counts as one without an image. Raises ValueError if no row gave an image.
-    """
+    """Download sampled rows. Return the share with a distinct image, bytes per image, and rows per second."""
     distinct = list({row.key: row for row in rows if not row.status}.values())
     begin = time.monotonic()
     with Spool() as spool:
