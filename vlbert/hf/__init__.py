@@ -8,7 +8,7 @@
     model = AutoModelForPreTraining.from_pretrained("ROOT/runs/pretrain/step-0000100")
     outputs = model(**processor(images=image, text="a red [MASK]", boxes=boxes))
 
-The models wrap those of vlbert/model and vlbert/tasks, and return bit-identical outputs.
+The models wrap the classes of vlbert/model and vlbert/tasks, and return bit-identical outputs.
 """
 
 from transformers import (

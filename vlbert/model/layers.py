@@ -113,11 +113,6 @@ class Packing:
         chosen, positions = (mask.flatten().nonzero_static(size=count)[:, 0] for mask in (real, filled))
         return cls(real, chosen, positions, filled, key_mask)
 
-    @property
-    def full(self) -> bool:
-        """True if all rows have the same number of real elements, so that compact rows have no padding."""
-        return self.key_mask is None
-
     def pack(self, x: Tensor) -> Tensor:
         """Drop the padding: [N, S, C] -> [L, C]."""
         return x.flatten(0, 1).index_select(0, self.chosen)
@@ -129,13 +124,13 @@ class Packing:
 
     def rows(self, x: Tensor) -> Tensor:
         """Put packed elements into compact rows: [L, C] -> [N, s, C], zero in the padding."""
-        if not self.full:
+        if self.key_mask is not None:
             x = x.new_zeros(self.filled.numel(), x.shape[1]).index_copy(0, self.positions, x)
         return x.view(*self.filled.shape, x.shape[1])
 
     def from_rows(self, x: Tensor) -> Tensor:
         """Undo `rows`: [N, s, C] -> [L, C]."""
-        return x.flatten(0, 1) if self.full else x.flatten(0, 1).index_select(0, self.positions)
+        return x.flatten(0, 1) if self.key_mask is None else x.flatten(0, 1).index_select(0, self.positions)
 
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
         """Expand attention maps from compact to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].

@@ -35,7 +35,7 @@ class Map:
 
     @property
     def strength(self) -> np.ndarray:
-        """The busiest head's weights, [T, R], scaled: 0 and 1 are the least and the greatest weight of all heads."""
+        """The busiest head's weights, [T, R], scaled: 0 and 1 are the extreme weights of all heads (figure 3)."""
         lowest, highest = self.weights.min(), self.weights.max()
         return (self.weights[self.busiest] - lowest) / max(highest - lowest, 1e-12)
 

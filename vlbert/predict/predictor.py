@@ -115,7 +115,8 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
     Args:
         config: The model's config.json.
         source: The model's name in error messages.
-        file: The detector's weight file. None: that which initialised the model's Fast R-CNN, if it is this detector's.
+        file: The detector's weight file. None: the file that initialised the model's Fast R-CNN, if it belongs to
+            this detector.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}

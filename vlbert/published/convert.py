@@ -42,7 +42,7 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
     An entry has `theirs` (the key), `dtype`, and either `ours` or `kept`. `ours` is our name for the tensor; keys of
     identical tensors share a name. `kept` is the shape of a tensor that has no counterpart here and is stored
     separately. A tensor that the file lacks becomes zeros if the file's task does not read it. Raises ValueError if a
-    key is unexpected, if any other is missing, or if a tensor is invalid.
+    key is unexpected, if a required one is missing, or if a tensor is invalid.
     """
     wanted, expected = published.skeleton, {entry["theirs"]: entry for entry in published.entries()}
     times = Counter(map(published.plain_name, theirs))

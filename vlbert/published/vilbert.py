@@ -21,7 +21,6 @@ from vlbert.recipes.vilbert import (
     finetune_vqa_vilbert,
     pretrain_vilbert,
 )
-from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
 from vlbert.tasks.vcr import VCRSettings
@@ -94,13 +93,14 @@ _ANSWERS_OF_MULTI_TASK = (
     {"logit_fc.0": "first", "logit_fc.2": "norm", "logit_fc.3": "output"},
     {"weight": "weight", "bias": "bias"},
 )
-TASKS = {
-    "pretraining": PretrainingSettings,
-    "vqa": VQASettings,
-    "vcr": VCRSettings,
-    "refcoco": RefCOCOSettings,
-    "retrieval": RetrievalSettings,
+_RECIPES = {
+    "pretraining": pretrain_vilbert,
+    "vqa": finetune_vqa_vilbert,
+    "vcr": finetune_vcr_vilbert,
+    "refcoco": finetune_refcoco_vilbert,
+    "retrieval": finetune_retrieval_vilbert,
 }
+TASKS = {name: type(recipe().task) for name, recipe in _RECIPES.items()}  # name -> settings class
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
@@ -229,18 +229,13 @@ def _infer_task(shapes: Shapes, hints: Hints, positions: int) -> Any:
     if name is None:
         heads = "heads of several tasks" if multi_task else "the heads of VCR, RefCOCO+ or retrieval"
         raise ValueError(f"it has {heads}, and its tensors do not show which to take: name one, --task NAME")
+    task = _RECIPES[name]().task
     if name == "vqa":
-        task, answers = finetune_vqa_vilbert().task, PublishedViLBert.matrix(shapes, last)[0]
+        answers, _ = PublishedViLBert.matrix(shapes, last)
         if multi_task:
             task = replace(task, classifier="gelu_norm", classifier_dropout=0.0)
-        return replace(task, answers=answers, question_length=min(task.question_length, positions - OTHER_TOKENS))
-    recipes = {
-        "pretraining": pretrain_vilbert,
-        "vcr": finetune_vcr_vilbert,
-        "refcoco": finetune_refcoco_vilbert,
-        "retrieval": finetune_retrieval_vilbert,
-    }
-    return recipes[name]().task
+        task = replace(task, answers=answers, question_length=min(task.question_length, positions - OTHER_TOKENS))
+    return task
 
 
 def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
