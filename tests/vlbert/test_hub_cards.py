@@ -30,9 +30,9 @@ from vlbert.variants import apply
 
 HOSTILE = "<script>alert(1)</script>|x\n# mine"
 ESCAPED = r"\<script\>alert(1)\</script\>\|x # mine"
-LICENCES = {0: None, 1: HOSTILE, 2: HOSTILE} | {number: f"own {number}" for number in range(3, 7)}  # of image 0, ...
+LICENCES = {0: None, 1: HOSTILE, 2: HOSTILE} | {number: f"own {number}" for number in range(3, 7)} | {7: ""}
 STAGE = f"regions/{DETECTOR}"
-SHOWN = "CC BY 4.0 13, {} 2, not recorded 1, own 3 1, own 4 1, others 2".format(
+SHOWN = "CC BY 4.0 12, not recorded 2, {} 2, own 3 1, own 4 1, others 2".format(
     ESCAPED.replace(" # ", r"\\n# ")  # a licence is printed on one line before it is escaped
 )
 EVALUATED = {

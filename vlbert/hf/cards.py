@@ -157,8 +157,9 @@ def _host(url: str) -> str:
 
 def _format_licences(column: pa.ChunkedArray) -> str:
     """Return the most frequent licences and their counts, as text. The rest are counted as "others"."""
-    counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}
-    named = Counter({printable(name)[:100] if name else UNKNOWN: count for name, count in counts.items()})
+    named: Counter[str] = Counter()
+    for entry in pc.value_counts(column).to_pylist():
+        named[printable(entry["values"])[:100] if entry["values"] else UNKNOWN] += entry["counts"]
     frequent = named.most_common(_MAX_LICENCES)
     frequent.append(("others", named.total() - sum(count for _, count in frequent)))
     return ", ".join(f"{name} {count:,}" for name, count in frequent if count) or UNKNOWN
