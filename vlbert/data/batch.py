@@ -42,7 +42,7 @@ class TextInput:
 
     @classmethod
     def of_one_sentence(cls, tokens: Sequence[int] | np.ndarray, **labels: dict[str, np.ndarray]) -> "TextInput":
-        """Return the TextInput of one sentence. `label_masks` and `labels` may be given as keyword arguments."""
+        """Return the TextInput of one sentence. The keyword arguments are `label_masks` and `labels`."""
         zeros = np.zeros(len(tokens), np.int64)
         return cls(np.array(tokens, np.int64), segments=zeros, token_region=zeros, **labels)
 
@@ -83,10 +83,10 @@ Part = TypeVar("Part", TextInput, ImageInput)
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text, usually with an image, and `more` texts about that image, such as the other choices of a question.
+    """A text, usually with an image. `more` has further texts about the image, such as a question's other choices.
 
     Each text becomes a row of the batch. `metadata`, such as ids for predictions, is passed on unchanged. `counted` is
-    False for a placeholder: see `make_placeholder`.
+    False for a placeholder (see `make_placeholder`).
     """
 
     key: str
@@ -183,7 +183,10 @@ class Batch:
         return [image for group in self.pixels for image in group][number][:, :height, :width]
 
     def of_real_regions(self, values: Tensor) -> Tensor:
-        """Return the values [K, ...] of the real regions, from each image's first row in padded values [N, R, ...]."""
+        """Return the values [K, ...] of the real regions, given padded values [N, R, ...].
+
+        All rows of an image have the same regions. The values are those of the image's first row.
+        """
         return select(values.index_select(0, self.image_rows), self.real_regions)
 
     def image_and_number(self) -> tuple[Tensor, Tensor]:
@@ -244,7 +247,7 @@ def collate(
     Raises ValueError if the examples' labels have different names, or if only some have pixels, features or cells.
 
     Args:
-        least: minimum T and R to pad to.
+        least: minimum T and R of the padded rows.
     """
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     texts = [text for e in examples for text in e.texts]
@@ -357,7 +360,7 @@ def group_by_shape(images: Mapping[int, tuple[int, int]]) -> list[list[int]]:
 
 
 def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return how many pixels the first 0, 1, ..., n images take when padded to a common size."""
+    """Return the number of pixels of the first 0, 1, ..., n images after padding them to a common size."""
     areas, widest, highest = [0], 0, 0
     for count, (width, height) in enumerate(sizes, 1):
         widest, highest = max(widest, width), max(highest, height)
@@ -377,13 +380,13 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
 
 
 def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:
-    """Concatenate a field of all images. Return an empty tensor with `axes` axes if no image has it."""
+    """Concatenate the field `name` of all images. If no image has the field, return an empty tensor of `axes` axes."""
     arrays = _present(images, name)
     return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros((0,) * axes)
 
 
 def _present(images: Sequence[ImageInput], name: str) -> list[Any]:
-    """Return a field of all images, or [] if no image has it. Raises ValueError if only some have it."""
+    """Return the field `name` of all images, or [] if all are None. Raises ValueError if only some are None."""
     values = [value for value in (getattr(p, name) for p in images) if value is not None]
     if values and len(values) < len(images):
         raise ValueError(f"{len(images) - len(values)} of {len(images)} images of one batch have no {name}")
@@ -402,7 +405,7 @@ def _pad(
 
 
 def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
-    """Return the flat indices, int64 [M], of the elements numbers[i] of row rows[i]."""
+    """Return the flat indices, int64 [M], of the elements numbers[i] in row rows[i] of an array [n, length]."""
     flat = [row * length + index for row, index in zip(rows, numbers, strict=True)]
     return np.concatenate(flat) if flat else np.zeros(0, np.int64)
 
@@ -410,7 +413,7 @@ def _flat_indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: in
 def _label_indices(
     parts: Sequence[TextInput | ImageInput], rows: Sequence[int], length: int
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """Return (flat indices of the marked elements, `length`) for each label mask by name. See `_flat_indices`."""
+    """Return a dict from label mask name to (flat indices of the marked elements, `length`). See `_flat_indices`."""
     return {
         name: (_flat_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
         for name in _common_names(parts, "label_masks")

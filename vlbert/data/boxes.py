@@ -1,4 +1,4 @@
-"""Functions on boxes: float32 x1 y1 x2 y2 in pixels. Unless a function says otherwise, the width is x2 - x1."""
+"""Functions on boxes: float32 x1 y1 x2 y2 in pixels. Unless a docstring says otherwise, the width is x2 - x1."""
 
 import numpy as np
 import torch

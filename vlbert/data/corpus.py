@@ -23,7 +23,7 @@ _LINES_AT_ONCE = 1000  # lines per call of the tokenizer, which uses all cores
 
 
 class TextCorpus:
-    """A tokenised corpus: lines of token ids in one memory-mapped file, which all workers share.
+    """A tokenised corpus: lines of token ids in one memory-mapped file that all workers share.
 
     Its folder has tokens.u16 (the token ids of all lines in sequence, little-endian uint16), offsets.i64 (start of each
     line, [lines + 1], little-endian int64), corpus.json (version, vocabulary's hash, counts) and vocab.txt.
@@ -47,7 +47,7 @@ class TextCorpus:
         return len(self.offsets) - 1
 
     def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` token ids from the start of each line on, int64 [len(lines), length].
+        """Return passages of `length` token ids, one starting at each of `lines`, int64 [len(lines), length].
 
         A passage may continue into the next lines, and from the last line into the first. If the corpus has fewer than
         `length` tokens, passages are as long as the corpus.

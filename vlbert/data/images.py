@@ -42,7 +42,7 @@ class PreparedImage:
         return _place(boxes, self.scale, self.flipped, *self.size)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
-        """Return a copy with more boxes, [n, 4] in stored pixels. Raises ValueError if it has precomputed features."""
+        """Return a copy with `boxes` added, [n, 4] in stored pixels. Raises ValueError with precomputed features."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
@@ -71,9 +71,9 @@ class PreparedImage:
     def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
         """Return the ImageInput of the whole image and its first `count` regions (None: all).
 
-        As in the published code, the remaining regions still have an effect: the pixels of all regions are masked if
-        `masked`, bool [1 + r], is True for them, and the precomputed features of the whole image are the mean over all
-        regions that are not masked. `more` sets other fields of the ImageInput.
+        `masked` is bool [1 + r]. As in the published code, it has an effect on the remaining regions, too: their pixels
+        are also masked, and the precomputed features of the whole image are the mean over all regions that are not
+        masked. `more` sets other fields of the ImageInput.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked
@@ -99,8 +99,8 @@ class PreparedImage:
 def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedImage:
     """Decode a sample's image, resize it (see `resized_size`), and mirror it if `flip` is True.
 
-    With precomputed features, only the boxes are transformed and no image is decoded. Raises ValueError, with the
-    sample's key, if it has no regions, if features are missing or of another size, or if the JPEG cannot be decoded.
+    With precomputed features, only the boxes are transformed and no image is decoded. Raises ValueError, naming the
+    sample, if it has no regions, if its features are missing or of another size, or if its JPEG cannot be decoded.
     """
     regions = sample.require_regions()
     stored = (sample.width, sample.height)

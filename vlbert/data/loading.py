@@ -33,7 +33,7 @@ Slot = tuple[int, int, int, int]  # index of the dataset, index in its spans, ep
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, number: int = 0) -> np.random.Generator:
-    """Return the random generator of an example in an epoch, the same in every process.
+    """Return the random generator for an example in an epoch. It is the same in every process.
 
     `stream` is a constant of vlbert/data/order.py. `number` distinguishes the examples of the sample with this key.
     """
@@ -43,8 +43,8 @@ def generator(seed: int, stream: int, epoch: int, key: str, number: int = 0) -> 
 def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple[int, int, int, np.ndarray]]:
     """Return (dataset index, start, stop, positions) for each dataset that a step uses.
 
-    The step has the dataset's draws `start` to `stop` - 1 (see vlbert/data/order.py). `positions` are their places in
-    the batch, int64 [stop - start].
+    The step uses the dataset's draws `start` to `stop` - 1 (see vlbert/data/order.py). `positions` are the positions of
+    these draws in the batch, int64 [stop - start].
     """
     numbers, draws = interleaved(step * batch, batch, weights)
     positions = {number: np.flatnonzero(numbers == number) for number in range(len(weights))}
@@ -79,7 +79,7 @@ class ExampleSource:
         return [self._example(sample, *slot, step) for sample, slot in zip(samples, slots, strict=True)]
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """Return the first readable example of these slots. Raises ValueError if MAX_UNREADABLE cannot be read."""
+        """Return the first readable example of these slots. Raises ValueError after MAX_UNREADABLE failures."""
         tried = list(itertools.islice(slots, MAX_UNREADABLE))
         for slot in tried:
             (result,) = self.read([slot], step=0)
@@ -149,7 +149,7 @@ class TrainingData(Dataset):
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Return (dataset index, draw at which it may switch snapshots) for each dataset that may do so in a step."""
+        """Return (dataset index, draw) for each dataset that may switch to a newer snapshot in a step, at that draw."""
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
@@ -165,7 +165,7 @@ class TrainingData(Dataset):
     def switch_snapshot(
         self, number: int, samples: ShardSamples, examples: Examples, snapshot: str, boundary: int
     ) -> None:
-        """Switch dataset `number` to another snapshot from draw `boundary` on, where an epoch must begin."""
+        """Switch dataset `number` to another snapshot at draw `boundary`, which must be the first draw of an epoch."""
         dataset, before = self.datasets[number], self.source(number)
         last = len(dataset.spans)
         dataset.samples, dataset.examples = samples, examples
@@ -179,7 +179,7 @@ class TrainingData(Dataset):
         return [collate(*part) for part in self.examples(index)]
 
     def examples(self, step: int) -> list[tuple[list[Example], list[Unreadable]]]:
-        """Return this rank's (examples, unreadable examples) for each batch of a step. Text-only examples come last."""
+        """Return (examples, unreadable examples) for each of this rank's batches. Text-only examples come last."""
         slots = self.slots(step)
         shares = self._shares(list(enumerate(slots)))
         pairs = [[slot for _, slot in share] for share in shares]
@@ -199,7 +199,7 @@ class TrainingData(Dataset):
         return [by_position[position] for position in range(self.config.batch)]
 
     def _shares(self, slots: list[Any]) -> list[list[Any]]:
-        """Split the slots of a step evenly, and return this rank's lists, one per gradient accumulation part."""
+        """Split the slots of a step evenly. Return one list per gradient accumulation part of this rank."""
         size = len(slots) // (self.world_size * self.config.gradient_accumulation)
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
         return [slots[start : start + size] for start in starts]
@@ -241,10 +241,10 @@ class ValidationData(Dataset):
     """The validation batches of this rank, the same in every validation.
 
     data[i] is a tuple (batches, numbers, unreadable). `batches` is [batch], or [] if no example is readable. `numbers`
-    are the indices of the examples in the batch. `unreadable` has the reason for each unreadable example, by index.
+    has the indices of the examples in the batch. `unreadable` is a dict from example index to Unreadable.
 
     The order of the examples is random, but the same for every world size. If the task sets `validate_shuffled`,
-    `batches` is [batch, shuffled]. In `shuffled`, each text has the image of the next example in this order.
+    `batches` is [batch, shuffled]. In `shuffled`, each text has the image of the next example.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class ValidationData(Dataset):
         limit: int | None,
         batch_size: int | None = None,
     ):
-        """Split `limit` random examples (None: all) over the ranks. `batch_size` defaults to that of training."""
+        """Split `limit` random examples (None: all) over all ranks. By default, `batch_size` is as in training."""
         count = len(examples) if limit is None else min(limit, len(examples))
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(examples))
         self.size = batch_size or max(1, config.batch // world.size // config.gradient_accumulation)

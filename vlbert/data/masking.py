@@ -56,9 +56,9 @@ def mask_words(
 
 
 def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the regions to mask and the regions to label, each as bool [1 + count].
+    """Choose random regions to mask and regions to label. Return two masks, each bool [1 + count].
 
-    Row 0 is the whole image, which is never drawn.
+    Row 0 is the whole image. It is neither masked nor labelled.
     """
     draws = np.concatenate([[1.0], rng.random(count)])
     return draws < rule.probability * rule.masked, (draws < rule.probability)

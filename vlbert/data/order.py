@@ -34,14 +34,14 @@ class SnapshotSpan:
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
         """Return the first draw from `start` to `stop` - 1 at which the next span may begin, or None.
 
-        It may begin after every k epochs of this span, where k is the smallest number with `distance` draws or more.
+        It may begin after k, 2k, ... epochs of this span, where k epochs are the fewest with at least `distance` draws.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
         return first if first < stop else None
 
     def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """Return the next span. It reads `snapshot` from draw `boundary` on, which must be the first of an epoch."""
+        """Return the next span, for `snapshot`. It begins at draw `boundary`, which must be the first of an epoch."""
         epochs, rest = divmod(boundary - self.consumed, self.examples)
         assert rest == 0, f"draw {boundary} is not the first of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
@@ -52,7 +52,7 @@ def draw_samples(
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield the examples at the draws `consumed` to `consumed + count - 1` of a dataset, in training order.
 
-    There is one tuple per epoch: (index in `spans`, epoch, example indices as int64 [n]). For `chunk`, see
+    There is one tuple per epoch: (index in `spans`, epoch, example indices as int64 [n]). `chunk` is explained in
     storage.order.shuffled.
     """
     assert consumed >= spans[0].consumed, f"draw {consumed} is before {spans[0]}"
@@ -67,5 +67,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of dataset `number`. Equal seeds would shuffle datasets of equal size alike."""
+    """Return the seed of dataset `number`. With equal seeds, datasets of equal size would be in the same order."""
     return mix(seed, number) if number else seed

@@ -39,7 +39,7 @@ def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
 
 
 def open_cache(store: ObjectStore, config: DataConfig) -> ShardCache | None:
-    """Open this machine's shard cache, or return None if the config sets none. The first process fills it."""
+    """Open this machine's shard cache, or return None if `config.cache` is None. The first process fills the cache."""
     if config.cache is None:
         return None
     cache = ShardCache(store, config.cache, int(config.cache_gb * 1e9))
@@ -56,11 +56,11 @@ def open_samples(
     world: World,
     cache: ShardCache | None = None,
 ) -> tuple[ShardSamples, dict]:
-    """Open a dataset. Return its samples, and the record with which a checkpoint pins their snapshot.
+    """Open a dataset. Return its samples, and a record of their snapshot to save in checkpoints.
 
-    A new run passes None as `pinned`, and gets all samples that are committed now. A resumed run passes the record of
-    its checkpoint, and gets the same snapshot. Rank 0 chooses for all ranks, because a detector may commit another
-    shard meanwhile.
+    For a new run, `pinned` is None, and the samples are all that are committed now. For a resumed run, `pinned` is the
+    record in its checkpoint, and the snapshot is the same. Rank 0 pins the snapshot for all ranks, because a detector
+    may commit another shard at the same time.
     """
     catalog = Catalog(store, dataset)
     if pinned is None:

@@ -72,7 +72,7 @@ class Vocabulary:
         return cls(sorted(ids, key=ids.__getitem__))
 
     def text(self) -> str:
-        """Return the content of a vocab.txt with this vocabulary."""
+        """Return this vocabulary as the content of a vocab.txt."""
         return "".join(f"{token}\n" for token in self.tokens)
 
     @property

@@ -96,7 +96,7 @@ def _raise_ids(ids: Sequence[Hashable], problem: str) -> None:
 
 
 def image_name(url: str) -> str:
-    """Return the file name at the end of a URL, with percent-encoding decoded."""
+    """Return the file name at the end of a URL, with percent escapes decoded."""
     return Path(unquote(urlsplit(url).path)).name
 
 

@@ -91,9 +91,9 @@ def score_choice(
 ) -> dict:
     """Return the columns of a prediction that chose row `chosen` of `boxes` [1 + r, 4], or no box if it is None.
 
-    box_xywh is the chosen box in the data set's format; it is all 0 if there is none. If `annotated`, the regions are
-    the annotated objects, and exact says whether the target object was chosen. If the target object is unknown,
-    ground_truth, score, iou, hit and exact are None.
+    box_xywh is the chosen box in the data set's format, or all 0 if no box was chosen. If `annotated` is True, the
+    regions are the annotated objects, and exact says whether the target object was chosen. If the target object is
+    unknown, ground_truth, score, iou, hit and exact are None.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]
     ground_truth = iou = hit = exact = None
@@ -122,8 +122,8 @@ def score_choice(
 def metrics(rows: Sequence[dict]) -> dict[str, float]:
     """Return metrics over the predictions whose target object is known.
 
-    accuracy_<convention> is the fraction of hits (see `is_hit`), and chance is the mean of 1 / candidates. Only with
-    ground-truth regions, exact is the fraction of predictions that chose the target object.
+    accuracy_<convention> is the fraction of hits (see `is_hit`), and chance is the mean of 1 / candidates. exact is
+    the fraction of predictions that chose the target object. It exists only with ground-truth regions.
     """
     known = [row for row in rows if row["hit"] is not None]
     if not known:
@@ -204,7 +204,7 @@ def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """Read a pickle, possibly from Python 2, without running any code. Raises ValueError if it needs code."""
+    """Read a pickle, possibly from Python 2, without running code. Raises ValueError if the pickle would run code."""
     with open_task_file(file, "task.folder") as stream:
         data = stream.read()
     try:
@@ -218,7 +218,7 @@ def read_plain_pickle(file: Path) -> Any:
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
-    """Read instances.json. Return the images' entries by image id, and (image id, box) by annotation id."""
+    """Read instances.json. Return two dicts: image id -> entry of the image, and annotation id -> (image id, box)."""
     data = read_json(file, "task.folder")
 
     def parse_image(entry: dict) -> dict:
@@ -261,7 +261,7 @@ def _to_corners(box: Sequence[float]) -> Box:
 
 
 def _box_problem(box: Box, image: dict) -> str:
-    """Return why a box cannot belong to an object (no area, or none inside the image), or "" if it can."""
+    """Return the reason why a box is not valid (no area, or no area inside the image), or "" if the box is valid."""
     x1, y1, x2, y2 = box
     if x2 <= x1 or y2 <= y1:
         return f"its box {list(box)} has no area"

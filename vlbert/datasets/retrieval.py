@@ -39,8 +39,8 @@ def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
 def _rank(scores: np.ndarray, index: int) -> int:
     """Return the rank of scores[index]: the number of higher scores, plus half of the equal ones, rounded up.
 
-    Ranks thus do not depend on the order of files, and a model that scores everything equally has a recall of 0. VSE++
-    and ViLBERT, however, rank equal scores in the order of numpy's sort.
+    So ranks do not depend on the order of files, and a model that gives all candidates the same score has a recall of
+    0. VSE++ and ViLBERT, however, rank equal scores in the order of numpy's sort.
     """
     better, equal = int((scores > scores[index]).sum()), int((scores == scores[index]).sum()) - 1
     return better + -(-equal // 2)
@@ -56,7 +56,7 @@ def recalls(ranks: np.ndarray) -> dict[str, float]:
 
 
 def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) -> list[Ranks]:
-    """Return the ranks within `count` equal folds of the images. COCO's "1K" results are means over five folds."""
+    """Return the ranks in each of `count` equal folds of the images. COCO's "1K" results are means over five folds."""
     image_of, size = np.asarray(image_of), len(scores) // count
     parts = []
     for start in range(0, count * size, size):

@@ -63,7 +63,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """The annotated objects of an image, in the order of the numbers that texts use for them."""
+    """The annotated objects of an image. Texts mention an object by its index in these lists."""
 
     size: tuple[int, int]  # width, height of the image in the pixels of `boxes`
     names: list[str]  # class of each object
@@ -78,12 +78,12 @@ class Scene:
 
 
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
-    """Return a mask of the cells of a box that the object's polygons cover: float32 [side, side], 0 or 1.
+    """Return a mask of the grid cells of a box that the object's polygons cover: float32 [side, side], 0 or 1.
 
-    An object without polygons covers its whole box. Otherwise the mask is that of the published code, which used the
-    function `polygon` of scikit-image: x2 and y2 belong to the box, a cell is covered if its upper left corner is, and
-    corners outside the grid of cells are moved to its edge. As in scikit-image 0.16, the last row and column are not
-    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 with 0.26). Polygons are [corners, 2].
+    Polygons are [corners, 2]. An object without polygons covers its whole box. Otherwise, the mask is the same as in
+    the published code, which used `polygon` of scikit-image 0.16. The box includes the pixels at x2 and y2. A cell is
+    covered if its upper left corner is covered, and polygon corners outside the grid are moved to its edge. The last
+    row and column are not covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 in version 0.26).
     """
     if not polygons:
         return np.ones((side, side), np.float32)
@@ -125,7 +125,7 @@ def _parse_polygon(polygon: Sequence) -> np.ndarray:
 
 
 def _clip_boxes(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Clip boxes [r, 4] to an image of `size` (width, height). A box with no area inside it becomes one pixel."""
+    """Clip boxes [r, 4] to an image of `size` (width, height). A box with no area in the image becomes one pixel."""
     if not np.isfinite(boxes).all():
         raise ValueError("a box has numbers that are not finite")
     boxes = np.clip(boxes, 0, [*size, *size])
@@ -187,9 +187,9 @@ def _has_words(text: str) -> bool:
 def submission(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the leaderboard's CSV file, with one line of unrounded probabilities per item.
 
-    Items are in the order of the jsonl file. A row has an item's `split` and `annot_id`, `conditioned_on` and
-    `probabilities`: those of the answers if `conditioned_on` is -1, otherwise those of the rationales given the answer
-    with this index. Raises ValueError if an item of the splits lacks any of these rows.
+    Items are in the order of the jsonl file. A row has `split`, `annot_id`, `conditioned_on` and `probabilities`. If
+    `conditioned_on` is -1, the probabilities are those of the answers. Otherwise, they are those of the rationales
+    for the answer with this index. Raises ValueError unless each item of the splits has five rows, for -1 to 3.
     """
     given = {(row["annot_id"], row["conditioned_on"]): row["probabilities"] for row in rows}
     check_unique([(row["annot_id"], row["conditioned_on"]) for row in rows], "the predictions")
@@ -221,10 +221,11 @@ def ranked(probabilities: Sequence[float]) -> list[int]:
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the accuracies of Q->A, QA->R and Q->AR (over items with both), and those of random guesses.
+    """Return the accuracies of Q->A, QA->R and Q->AR, and those of random guesses.
 
-    A row has an item's `annot_id`, a `subtask` ("answer" or "rationale") and a `score` of 0 or 1. Rows with the score
-    None are not counted: the item has no labels, or the rationales are for a wrong answer.
+    A row has an item's `annot_id`, a `subtask` ("answer" or "rationale") and a `score` of 0 or 1. Q->AR is over items
+    with both subtasks. A row is not counted if its score is None, because the item has no labels or the rationales are
+    for a wrong answer.
     """
     scores = {"answer": {}, "rationale": {}}
     for row in rows:

@@ -66,8 +66,8 @@ class Question:
 def remove_punctuation(text: str) -> str:
     """Remove punctuation as the official evaluation does.
 
-    Periods are kept only before digits. Other marks become spaces, with two exceptions: a mark that is next to a space
-    somewhere in the text is removed everywhere; if the text has a comma between two digits, all marks are removed.
+    Periods are kept only before digits. Other marks become spaces, with two exceptions. A mark that is next to a space
+    anywhere in the text is removed everywhere. If the text has a comma between two digits, all marks are removed.
     """
     cleaned = text
     for mark in _PUNCTUATION:
@@ -91,8 +91,8 @@ def normalise(answer: str) -> str:
 def accuracy(answer: str, answers: Sequence[str]) -> float:
     """Return the official accuracy of an answer, from 0 to 1, given the annotators' answers.
 
-    It is the mean over the annotators of min(1, n / 3), where n is how many of the others gave the answer. Answers are
-    normalised only if the annotators' answers differ.
+    The accuracy is the mean over the annotators of min(1, n / 3), where n is the number of other annotators who gave
+    the answer. Answers are normalised only if the annotators' answers differ.
     """
     answer, *answers = (text.replace("\n", " ").replace("\t", " ").strip() for text in (answer, *answers))
     if len(set(answers)) > 1:
@@ -103,13 +103,13 @@ def accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def soft_score(count: int, annotators: int) -> float:
-    """Return the accuracy of an answer that `count` annotators gave: 0, 0.3, 0.6, 0.9 and 1 for 0 to 4 of ten."""
+    """Return the accuracy of an answer given by `count` annotators. For 0 to 4 of ten, it is 0, 0.3, 0.6, 0.9 and 1."""
     given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
     return (count * given + (annotators - count) * not_given) / annotators
 
 
 def read_answers(file: Path, count: int) -> list[str]:
-    """Read a file of `count` answers, one per line. As in the authors' code, lower-case them and remove punctuation."""
+    """Read `count` answers, one per line. As in the authors' code, they are lower-cased and lose their punctuation."""
     text = read_text(file, f"task.answer_list; `vlbert vqa-answers {file.parent} {file}` makes one")
     lines = text.replace("\r\n", "\n").split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines  # after the last line break
@@ -124,9 +124,9 @@ def read_answers(file: Path, count: int) -> list[str]:
 def frequent_answers(annotations: Iterable[dict], min_questions: int = MIN_QUESTIONS) -> list[str]:
     """Return the answer list: the normalised multiple_choice_answers of at least `min_questions` questions.
 
-    The most frequent come first, ties in alphabetical order. The published lists of 3,129 answers are those with at
-    least nine questions in train2014 and val2014 together. As in the published code, annotators' answers are not
-    normalised before they are looked up in the list, so some are not found.
+    The most frequent answers come first, and ties are in alphabetical order. The published lists have 3,129 answers,
+    each with at least nine questions in train2014 and val2014 together. As in the published code, annotators' answers
+    are not normalised before they are looked up in the list, so some are not found.
     """
     counts = Counter(normalise(row["multiple_choice_answer"]) for row in annotations)
     return sorted(
@@ -142,7 +142,7 @@ def question_files(split: str) -> tuple[str, ...]:
 
 
 def read_annotations(file: Path) -> list[dict]:
-    """Read the entries of an annotation file, in order. Raises ValueError if one is not valid."""
+    """Read the entries of an annotation file, in order. Raises ValueError if an entry is not valid."""
     return parse_entries(read_json(file, _SETTINGS).get("annotations"), "annotations", _KIND, file, _check_annotation)
 
 
@@ -189,7 +189,7 @@ def metrics(rows: Iterable[dict]) -> dict[str, float]:
 
 
 def read_questions(folder: Path, split: str) -> list[Question]:
-    """Read the questions of a split in the order of their file. Those of test splits have no answers."""
+    """Read the questions of a split, in the order of the file. Questions of test splits have no answers."""
     questions, *annotations = (folder / name for name in question_files(split))
     return join_questions(questions, annotations[0] if annotations else None, split)
 
@@ -220,7 +220,7 @@ def join_questions(question_file: Path, annotation_file: Path | None, split: str
 
 
 def _answer_fields(row: dict) -> tuple[tuple[str, ...], str, str, str]:
-    """Return the last four fields of a Question, given its annotation."""
+    """Return the fields `answers` to `question_type` of a Question, given its annotation."""
     # Interning saves memory, because most texts are repeated.
     answers = tuple(sys.intern(entry["answer"]) for entry in row["answers"])
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))

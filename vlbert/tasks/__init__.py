@@ -14,7 +14,7 @@ def make_task(settings: TaskSettings, vocabulary: Vocabulary, num_classes: int) 
 
 
 def task_of(settings: TaskSettings) -> type[Task]:
-    """Return the task class that these settings belong to."""
+    """Return the task class that is registered for the class of these settings."""
     return _tasks()[type(settings)]
 
 

@@ -48,8 +48,8 @@ def make_examples(
     """Return the Examples of a split. `rows` are (annotation, name, image file, reason why it is invalid or "").
 
     Training (`split` is None) skips invalid examples. Evaluation keeps them, because every question must be answered.
-    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if the image of one that
-    is left is in no sample or in several.
+    Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if a remaining image is
+    in no sample or in several samples.
     """
     training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in rows})
@@ -78,9 +78,9 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
 
 
 def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
-    """Raise ValueError if the model has too few positions for the longest text plus `others` other elements.
+    """Raise ValueError if the model has too few positions for the longest text and `others` further elements.
 
-    `field` is the name of the setting with the maximum number of tokens of a text.
+    `field` is the name of the setting that limits the number of tokens in a text.
     """
     most, tokens = config.max_positions - others, getattr(settings, field)
     if tokens > most:
@@ -108,7 +108,7 @@ class TaskSettings:
         return self.train_on if split is None else (split,)
 
     def to_train(self) -> Self:
-        """Return a copy of these settings whose `files` are only those that training reads."""
+        """Return a copy of these settings for training only: its `files` do not include validation files."""
         return replace(self, validate_on=self.train_on[0]) if self.train_on else self  # ty: ignore[invalid-argument-type]
 
     def hashes(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class TaskSettings:
         return hashes
 
     def check_same(self, recorded: Mapping[str, str] | None, checkpoint: str, hint: str) -> None:
-        """Raise ValueError, with `hint`, if a file has changed since a checkpoint recorded its `hashes`."""
+        """Raise ValueError if a file's hash is not as `recorded` in `checkpoint`. The message ends with `hint`."""
         for name, now in self.hashes().items():
             before = recorded.get(name, now) if recorded else now
             if before != now:
@@ -156,7 +156,7 @@ class Task(ABC):
     def example(self, sample: Sample, image: PreparedImage, annotation: Any, rng: np.random.Generator) -> Example:
         """Return the model's input and the labels for one example.
 
-        Called in loading processes. If it raises ValueError, the example is skipped, counted and logged.
+        DataLoader workers call this method. If it raises ValueError, the example is skipped, counted and logged.
 
         Args:
             sample: caption, regions and URL of the image.
@@ -174,8 +174,8 @@ class Task(ABC):
         """Return the sum and the number of terms of each loss, by name. Called in every training step.
 
         `head` is the module that the method `head` returned, and `encoded` has the output vectors of words and regions.
-        The training loop divides each sum by the number of terms over all ranks. Values without a gradient, such as
-        those of `accuracy` below, are averaged and logged, but do not affect training.
+        The training loop divides each sum by the number of terms on all ranks. The dict may also have values without a
+        gradient, such as an accuracy. They are averaged and logged, but do not affect training.
         """
 
     @abstractmethod
@@ -232,8 +232,8 @@ class Task(ABC):
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
         """Return the examples to collate into a training batch. An override may combine `examples` with `following`.
 
-        `following` has up to `lookahead` examples that come next in the whole step, even if other ranks train on them.
-        After the last examples of the step come its first.
+        `following` has up to `lookahead` examples that come next in the step, including examples of other ranks. The
+        last example of a step is followed by the first example of the same step.
         """
         return list(examples)
 
@@ -250,7 +250,7 @@ class Task(ABC):
     saved: tuple[str, ...] = ()
 
     def pretrained_parts(self, head: Any) -> Mapping[str, str]:
-        """Return the parts of this head to copy from the pre-training head, as {name here: name there}."""
+        """Return a dict from parts of this head to the parts of the pre-training head that initialise them."""
         return head.init_from if isinstance(head, Classifier) else {}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -258,7 +258,7 @@ class Task(ABC):
         return tensors
 
     def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
-        """Change the initial weights of a new run. `init_from` names the settings class of the run they come from."""
+        """Change the initial weights of a new run. `init_from` names the task settings class of a loaded checkpoint."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 
@@ -270,15 +270,15 @@ class Task(ABC):
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:
-        """Prepare the examples for a validation that uses only those at the indices `numbers`, int64 [n].
+        """Prepare the examples for a validation that uses only the indices `numbers`, int64 [n].
 
-        The default returns `examples`. Tasks whose examples depend on each other override it. Examples must keep their
-        indices.
+        The default returns `examples` unchanged. Tasks whose examples depend on each other override this method. An
+        override must not change the indices of the examples.
         """
         return examples
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Turn all dicts that `predict` returned for a split into its predictions. By default, they are the same."""
+        """Combine all dicts that `predict` returned for a split into predictions. By default, return them unchanged."""
         return list(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
@@ -288,7 +288,7 @@ class Task(ABC):
     def annotation_for(self, text: str) -> Any:
         """Return the annotation for a user's question, to pass to `example`. Raises ValueError if it is not valid.
 
-        Overrides may take more arguments of `vlbert predict`: `choices`, `answer` and `mask_regions`.
+        Overrides may have more parameters: `choices`, `answer` and `mask_regions`, as in `vlbert predict`.
         """
         raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 
@@ -302,7 +302,7 @@ def user_annotation(task: Task, text: str, **more: Any) -> Any:
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:
-    """Return the accuracy of M answers for Task.losses: (sum, M). `right` [M] is bool, or scores from 0 to 1."""
+    """Return an accuracy as a value of Task.losses: (sum, M). `right` [M] is bool, or scores from 0 to 1."""
     return right.detach().sum(), len(right)
 
 

@@ -77,7 +77,7 @@ _Guesses = list[tuple[int, float]]  # the most probable tokens or classes, with 
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """A user's question: a text with [MASK]s to fill in, and the numbers (from 1) of regions to mask and predict."""
+    """A user's question: a text with [MASK] tokens, and the numbers (from 1) of regions to mask. Both are predicted."""
 
     text: str
     regions: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class Pretraining(Task):
         return 1 if self.settings.mismatched else 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples, but give those marked as mismatched the image of the next example."""
+        """Return the examples. Each example marked as mismatched gets the image of the next example."""
         others = [*examples[1:], *following[:1], *examples[:1]]
         pairs = zip(examples, others, strict=False)
         return [self._mismatch(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
@@ -138,9 +138,9 @@ class Pretraining(Task):
     def example(
         self, sample: Sample, image: PreparedImage, annotation: MaskedInput | None, rng: np.random.Generator
     ) -> Example:
-        """Return an example of [CLS] caption [SEP] and regions, partly masked.
+        """Return an example of [CLS] caption [SEP] and regions. Some tokens and regions are masked.
 
-        The labels of masked elements are the original tokens and the detector's classes.
+        Labels are the original tokens and the detector's classes.
         """
         all_regions = sample.require_regions()
         if all_regions.num_classes != self.num_classes:
@@ -179,7 +179,7 @@ class Pretraining(Task):
         return Example(sample.key, text_input, image_input, metadata)
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
-        """Return ImageInput.averaged_over, given boxes [r, 4] and which of them are labelled, bool [r]."""
+        """Return the value for ImageInput.averaged_over, given boxes [r, 4] and `labelled`, bool [r]."""
         if self.settings.mean_over == "regions":
             return None
         placed = torch.from_numpy(boxes)
@@ -210,7 +210,7 @@ class Pretraining(Task):
         return TextInput.of_one_sentence(tokens, label_masks=masks, labels=all_labels)
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
-        """Return the tokens and the number of regions that fit into a row next to [CLS], [SEP] and the whole image."""
+        """Return the tokens and the number of regions that fit into a row, besides [CLS], [SEP] and the whole image."""
         tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
@@ -260,9 +260,9 @@ class Pretraining(Task):
         return logits.new_zeros(logits.shape).float(), batch.real_regions
 
     def _sum_losses(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the sum and the number of losses [M] or, with `losses_over` "rows", of their means per row.
+        """Return the sum and the number of the losses [M]. If the setting `losses_over` is "rows", use their row means.
 
-        `row` [M] is the row of each loss, and `counts` is the number of losses in each row.
+        `row` [M] is the row index of each loss, and `counts` has the number of losses in each row.
         """
         if self.settings.losses_over == "labels":
             return losses.sum(), len(losses)
@@ -273,12 +273,13 @@ class Pretraining(Task):
     def predictions(self, vlbert: VLBert, head: "PretrainingHead", encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one dict per example, with these columns in addition to those of Task.predictions.
 
-        masks           for each masked token {"position", "guesses"}; [CLS] has position 0
-        masked_regions  for each masked region {"region", "detected", "guesses"}; regions are numbered from 1
-        words, words_right, monitored, monitored_right, regions, regions_right   numbers of labels and of right guesses
+        masks           list of {"position", "guesses"}, one per labelled token; [CLS] has position 0
+        masked_regions  list of {"region", "detected", "guesses"}, one per masked region; regions are numbered from 1
+        words, monitored, regions                    number of labels
+        words_right, monitored_right, regions_right  number of labels that the model predicted correctly
 
-        `detected` is the detector's class. Guesses are lists of {"answer", "probability"} for tokens and of {"class",
-        "probability"} for regions, most probable first. Class 0 is the background.
+        `detected` is the detector's class. `guesses` are lists, most probable first, of {"answer", "probability"} for
+        tokens and of {"class", "probability"} for regions. Class 0 is the background.
         """
         words, regions = head(vlbert, encoded, batch)
         labels = batch.labels["words"]
@@ -303,10 +304,10 @@ class Pretraining(Task):
         return rows
 
     def _row(self, text: list[int], masked_tokens: list[tuple], masked_regions: list[tuple], known: bool) -> dict:
-        """Return the columns of a prediction other than key and boxes. `known` says whether the labels are known.
+        """Return the columns of a prediction, except key and boxes. `known` is False if the labels are unknown.
 
-        A masked token is (position, label, is right, is monitored, guesses). A masked region is (region, label, is
-        right, guesses).
+        A masked token is a tuple (position, label, right, monitored, guesses), and a masked region a tuple (region,
+        label, right, guesses). `right` and `monitored` are bool.
         """
         positions, labels, right, monitored, guesses = zip(*masked_tokens, strict=True) if masked_tokens else ((),) * 5
         best = [ranked[0][1] for *_, ranked in (*masked_tokens, *masked_regions)]
@@ -340,7 +341,7 @@ class Pretraining(Task):
         }
 
     def _decode(self, tokens: Sequence[int], positions: Sequence[int] = (), filled: Sequence[int] = ()) -> str:
-        """Return the text of token ids, without enclosing [CLS] and [SEP]. `filled` replaces the ids at `positions`."""
+        """Decode token ids, without a first [CLS] and a last [SEP]. `filled` replaces the ids at `positions`."""
         text = list(tokens)
         for position, token in zip(positions, filled, strict=True):
             text[position] = token
@@ -348,7 +349,7 @@ class Pretraining(Task):
         return self.vocabulary.decode(text[starts : len(text) - ends])
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return the accuracies for masked words, for those in `monitored_words`, and for masked regions."""
+        """Return the accuracies for labelled words, for words in `monitored_words`, and for masked regions."""
         names = ("words", "regions", "monitored") if self.settings.monitored_words else ("words", "regions")
         counts = {name: sum(row.get(name, 0) for row in rows) for name in names}
         right = {name: sum(row.get(f"{name}_right", 0) for row in rows) for name in names}
@@ -369,9 +370,9 @@ def check_fits(question: MaskedInput, tokens: int, kept: int, count: int, region
 
 
 def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list]) -> list[list[tuple]]:
-    """Return (position, *columns) of each label, grouped by row of `padded` [N, S].
+    """Return one list per row of `padded` [N, S], with a tuple (position, *columns) for each label of the row.
 
-    `index` is int64 [M], the flat index of each label in [N * S].
+    `index` is int64 [M], the flat index of each label in [N * S]. Each column has M values.
     """
     rows: list[list[tuple]] = [[] for _ in padded]
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
@@ -417,15 +418,15 @@ class PretrainingHead(nn.Module):
         return self.words(vlbert, select(encoded.text, words)), self.regions(select(encoded.regions, regions))
 
     def words(self, vlbert: VLBert, text: Tensor) -> Tensor:
-        """Return logits [M, V] for text vectors [M, C]. The weights are shared with the word embeddings."""
+        """Return word logits [M, V] for text vectors [M, C]. The weights are shared with the word embeddings."""
         return F.linear(self.word_transform(text), vlbert.embedding.words.weight, self.word_bias)
 
     def regions(self, regions: Tensor) -> Tensor:
-        """Return logits [M', 1 + classes] for region vectors [M', C']."""
+        """Return class logits [M', 1 + classes] for region vectors [M', C']. Class 0 is the background."""
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
 
     def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
-        """Return logits [M, 2] for `rows`, int64 [M]. Column RELATED means that text and image belong together."""
+        """Return logits [M, 2] for the rows with indices `rows`, int64 [M]. Column RELATED is for matching pairs."""
         assert self.pooler is not None
         assert self.relationship is not None
         return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))

@@ -62,7 +62,7 @@ class RefCOCOSettings(TaskSettings):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Query:
-    """An expression and the regions to choose from. An invalid query has no candidates."""
+    """An expression and the regions to choose from. If the query is invalid, no region can be chosen."""
 
     expression: Expression
     regions: Sequence[Box] | np.ndarray | None  # [r, 4] in pixels of the shipped image; None: the sample's regions
@@ -116,7 +116,7 @@ class RefCOCO(Task):
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
-        """Return an example with the expression and the query's regions. Right candidates have a label above 0."""
+        """Return an example with the expression and the query's regions. The labels of right candidates are above 0."""
         expression, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
         shipped = expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
@@ -176,15 +176,15 @@ class RefCOCO(Task):
         return head(select(encoded.regions, batch.labelled["candidate"]))[:, 0].float()
 
     def by_region(self, values: Tensor, batch: Batch, others: float) -> Tensor:
-        """Return a tensor [N, R] with the `values` [M] of the candidates, and `others` for all other regions."""
+        """Return a tensor [N, R] with the candidates' `values` [M], and the number `others` for all other regions."""
         filled = values.new_full((batch.region_mask.numel(),), others)
         return filled.index_copy(0, batch.labelled["candidate"], values).view(batch.region_mask.shape)
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Return one dict per expression, including the columns of vlbert.datasets.refcoco.score_choice.
 
-        The column `region` is the chosen region's index from 0 (`ranking` counts from 1), or -1 if the whole image or
-        nothing was chosen. Probabilities of regions are sigmoids, so they do not add up to 1.
+        The column `region` is the index of the chosen region, from 0, or -1 if the whole image or nothing was chosen.
+        In `ranking`, regions are numbered from 1. Probabilities are sigmoids, so they do not add up to 1.
         """
         # Only candidates can be chosen, not padding nor, by default, the whole image. Of equal scores the first wins.
         scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)

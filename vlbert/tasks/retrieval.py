@@ -69,12 +69,12 @@ class Caption:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldOutImage:
-    """An image of an evaluation, which is scored against the captions of all images.
+    """An evaluation image. The model scores it with the captions of all evaluation images.
 
     Attributes:
-        image: its file name.
-        captions: its own captions.
-        first: index of its first caption in `candidates`.
+        image: file name of the image.
+        captions: the image's own captions.
+        first: index of the image's first caption in `candidates`.
         images: number of images in the evaluation.
         candidates: the captions of all images, each as token ids, int64 [t].
     """
@@ -98,7 +98,7 @@ class Retrieval(Task):
     # --- examples -----------------------------------------------------------------------------------------------------
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
-        """Return one example per caption for training, or one per image, with all its captions, for evaluation."""
+        """Return the examples: for training, one per caption; for evaluation, one per image, with all its captions."""
         file = self.folder / self.settings.file
         splits, held_out, skipped = retrieval.read_splits(file, self.settings.captions), [], []
         for name in self.settings.splits(split):
@@ -117,7 +117,7 @@ class Retrieval(Task):
         return replace(examples, annotations=annotations, skipped=(*skipped, *examples.skipped))
 
     def with_candidates(self, images: Sequence[HeldOutImage]) -> list[HeldOutImage]:
-        """Return copies of the images, with the captions of all of them as candidates."""
+        """Return copies of the images. The candidates of each image are the captions of all these images."""
         candidates = [self.tokens(text) for image in images for text in image.captions]
         firsts = np.cumsum([0, *(len(image.captions) for image in images)]).tolist()
         return [
@@ -141,7 +141,7 @@ class Retrieval(Task):
         return not invalid_reason(text, "caption_length", sys.maxsize, self.vocabulary)
 
     def tokens(self, text: str) -> np.ndarray:
-        """Return the token ids of [CLS] caption [SEP], int64 [t]."""
+        """Return the token ids of [CLS] `text` [SEP], int64 [t]. The text is cut to `caption_length` tokens."""
         tokens = self.vocabulary.encode(text)[: self.settings.caption_length]
         return np.array([self.vocabulary.cls, *tokens, self.vocabulary.sep], np.int64)
 
@@ -161,14 +161,14 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the pairs with additional rows, which are wrong combinations with the next pairs.
+        """Return the pairs (caption and image), with additional rows that are wrong pairs.
 
-        A pair's image is combined with captions of the next pairs, and its caption with their images. All rows of an
-        image are in one example. Pairs of the same image are not combined, because their captions are not wrong.
+        Each image is also paired with captions of the next pairs, and each caption with images of the next pairs. All
+        rows of an image are in one example. Two pairs of the same image are not mixed, because either caption is right.
 
-        Each row has three labels. `anchor` is the index of the pair that the row belongs to. `role` is 0 for the pair
-        itself, and 1, 2, ... for its wrong captions and then its wrong images. `right` is the role to predict for the
-        pair: 0 in the row of the pair itself, and empty in its other rows.
+        Each row has three labels. `anchor` is the index of the pair for which the row was made. `role` is 0 for the
+        pair itself, 1, 2, ... for wrong captions, and further numbers for wrong images. `right` is the role that the
+        model should choose: 0 in the row of the pair itself, and empty in the wrong rows.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]
@@ -200,7 +200,7 @@ class Retrieval(Task):
         return {"pooler": "pooler", "score": "relationship"}
 
     def convert_pretrained(self, part: str, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Reduce the relationship head's two outputs to their difference, whose sigmoid is the probability."""
+        """Combine the relationship head's two outputs into one: the logit of the probability of RELATED."""
         if part != "score":
             return tensors
         return {name: (tensor[RELATED] - tensor[1 - RELATED])[None] for name, tensor in tensors.items()}
@@ -224,7 +224,7 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """Return a dict per image for `assemble`: `scores` (float32 [candidates]) and fields of HeldOutImage."""
+        """Return a dict per image for `assemble`: `key`, `scores` (float32 [candidates]) and fields of HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
@@ -245,15 +245,16 @@ class Retrieval(Task):
         return rows
 
     def assemble(self, rows: Sequence[dict]) -> list[dict]:
-        """Return one prediction per image. `question` is its file, `ground_truth` the best-scoring of its own captions.
+        """Return one prediction per image, given the dicts of `predict`. Ranks are counted from 1.
 
-        `score` is the mean of two values: 1 / caption_rank, and the mean of 1 / image_ranks. More columns:
+        `question` is the image's file name, and `ground_truth` is its own caption with the highest score. `score` is
+        the mean of two values: 1 / caption_rank, and the mean of 1 / image_ranks. More columns:
 
         image, captions      file name and captions of the image
-        caption_rank         rank, from 1, of the image's best caption among the captions of all images
-        image_ranks          for each caption of the image, the rank, from 1, of the image among all images
+        caption_rank         rank of the image's best caption among the captions of all images
+        image_ranks          for each caption of the image, the rank of the image among all images
         found_images         for each caption of the image, the file name of the image with the best score
-        fold, caption_rank_fold, image_ranks_fold   if there are several folds: the image's fold, and ranks within it
+        fold, caption_rank_fold, image_ranks_fold   the image's fold and the ranks in it, if there are several folds
         """
         if not rows:
             return []
@@ -298,7 +299,7 @@ class Retrieval(Task):
         return predictions
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Return rank metrics: image_* rank the images for a caption, caption_* the captions for an image.
+        """Return rank metrics: image_* for finding the image of a caption, caption_* for finding a caption of an image.
 
         r1, r5 and r10 are the fractions (not percentages) of ranks up to 1, 5 and 10. medr and meanr are the median and
         mean rank. Names that end in _fold are means over the folds. `chance` is image_r1 for random scores.
@@ -314,7 +315,7 @@ class Retrieval(Task):
 
 
 class PairScore(nn.Module):
-    """A pooler and a linear layer that score how well the text and the image of each row belong together."""
+    """A pooler and a linear layer. Their score says how well the text and the image of a row fit together."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -323,7 +324,7 @@ class PairScore(nn.Module):
         initialise_head(self, config)
 
     def forward(self, encoded: Encoded) -> Tensor:
-        """Return the scores [N], computed in float32, because lower precision would make some of them equal."""
+        """Return the scores [N]. They are computed in float32, because lower precision would make some scores equal."""
         text, regions = encoded.text[:, :1].float(), encoded.regions[:, :1].float()
         with torch.autocast(text.device.type, enabled=False):
             return self.score(self.pooler(text, regions))[:, 0]

@@ -84,9 +84,9 @@ class VCRSettings(TaskSettings):
 
 
 class VCR(Task):
-    """The VCR task. Its regions are the annotated objects of an image, which texts mention by number.
+    """The VCR task. Its regions are the annotated objects of an image. Texts mention these objects by number.
 
-    Detected regions only provide precomputed features: an object gets those of the region that overlaps it most.
+    Detected regions only provide precomputed features. An object gets the features of the region that overlaps it most.
     """
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
@@ -105,8 +105,8 @@ class VCR(Task):
     def annotation_for(self, text: str, choices: Sequence[str] = (), answer: str = "") -> Question:
         """Make a Question from a user's text, four choices and, for rationales, the answer that they explain.
 
-        Texts mention a sample's regions by number, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object"
-        with the region's visual feature embedding. Regions have no instance mask, so each fills its box.
+        Texts mention regions by number, from 1: "Why is [1] near [2,3]?" A mention becomes the word "object" and
+        gets the region's visual feature embedding. Regions have no instance masks, so each is assumed to fill its box.
         """
         return user_question(self.settings.subtask, text, choices, answer)
 
@@ -134,7 +134,7 @@ class VCR(Task):
         return Example(sample.key, texts[0], regions, columns, more=tuple(texts[1:]))
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> TaggedText:
-        """Return the tokens of a text, and the region whose visual feature embedding each gets, int64 [2, t]."""
+        """Return a text's tokens, and the region whose visual feature embedding each token gets, as int64 [2, t]."""
         if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         tagged = tag(text, names, self.vocabulary)
@@ -142,7 +142,7 @@ class VCR(Task):
         return tagged
 
     def text_input(self, question: TaggedText, choice: TaggedText, right: bool) -> TextInput:
-        """Return [CLS] question [SEP] choice [SEP]. The label at [CLS] says whether the choice is `right`."""
+        """Return the input [CLS] question [SEP] choice [SEP]. The label at [CLS] says whether the choice is `right`."""
         cls, sep = ([[token], [0]] for token in (self.vocabulary.cls, self.vocabulary.sep))
         tokens, token_region = np.concatenate([cls, question, sep, choice, sep], axis=1).astype(np.int64)
         segments = np.repeat([0, 1], [question.shape[1] + 2, choice.shape[1] + 1])
@@ -152,7 +152,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with `boxes` ([r, 4], in stored pixels) as its regions. With `rng`, mask some at random."""
+        """Return the image with `boxes` [r, 4], in stored pixels, as its regions. If `rng` is None, none is masked."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:
@@ -190,7 +190,7 @@ class VCR(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
-        """Copy the embedding of segment A to B if `copies_segment` is set, because pre-training trains only A."""
+        """If `copies_segment` is set, copy the embedding of segment A to B. Pre-training trains only A."""
         if self.settings.copies_segment and init_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
@@ -200,7 +200,7 @@ class VCR(Task):
         return head.scores(encoded.text, encoded.regions).float().view(len(batch.keys), -1)
 
     def losses(self, vlbert: VLBert, head: "VCRHead", encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Return the losses and the accuracy over the questions whose right choice is known."""
+        """Return the losses and the accuracy. Questions whose right choice is unknown are left out."""
         rows = batch.labelled["choice"] // batch.tokens.shape[1]
         logits = self.logits(head, encoded, batch).flatten().index_select(0, rows).view(-1, CHOICES)
         right = batch.labels["right"].view(-1, CHOICES)

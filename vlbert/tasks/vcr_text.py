@@ -44,7 +44,7 @@ class Question:
 
     @property
     def invalid_reason(self) -> str:
-        """Reason why training skips the question, or "" if it is valid."""
+        """The reason why training skips this question, or "" if the question is valid."""
         if self.item.labels is None and not self.held_out:
             return "it has no labels"
         return f"it has no word in its {self.item.wordless}" if self.item.wordless else ""
@@ -54,7 +54,7 @@ class Question:
         return self.item.metadata is None
 
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
-        """Return the image's objects, the context (question and, for rationales, answer) and the choices.
+        """Return the image's objects, the context (the question and, for rationales, the answer) and the choices.
 
         Raises ValueError if the files are inconsistent, or if a user's text mentions a region that does not exist.
         """
@@ -77,9 +77,9 @@ class Question:
         return scene, context, choices
 
     def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
-        """Return the question's columns in a prediction, including `choices` and `label`.
+        """Return the columns of a prediction that describe the question, including `choices` and `label`.
 
-        `boxes` [r, 4] are the boxes of the scene's objects in stored pixels.
+        `boxes` [r, 4] are the boxes of the scene's objects, in pixels of the stored image.
         """
         return {
             "annot_id": self.item.annot_id,
@@ -99,8 +99,8 @@ class Question:
 def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask: Subtask) -> list[Question]:
     """Read all questions of the splits.
 
-    With the subtask "rationale", an item yields a question for the right answer or, if it is unknown, for each answer.
-    Raises ValueError if the metadata file of a question is missing, unless training skips this question as invalid.
+    For the subtask "rationale", there is a question for an item's right answer or, if it is unknown, for each answer.
+    Raises ValueError if a metadata file is missing, unless training skips all its questions as invalid.
     """
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 
@@ -117,10 +117,10 @@ def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask:
 
 
 def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: str) -> Question:
-    """Make a Question from a user's texts. They mention regions by number, from 1, as in "[1]" or "[1,2]".
+    """Make a Question from a user's texts. The texts mention regions by number (from 1), as in "[1]" or "[1,2]".
 
-    Raises ValueError if there are not four choices, if a text has no word or an invalid mention, or if `answer` does
-    not fit the subtask: "rationale" needs one, and "answer" must have none.
+    Raises ValueError if there are not four choices, if a text has no word or an invalid mention, if `answer` is empty
+    for the subtask "rationale", or if `answer` is not empty for the subtask "answer".
     """
     if bool(answer.strip()) != (subtask == "rationale"):
         needs = "give the answer that they are for" if subtask == "rationale" else "give no answer"
@@ -137,7 +137,7 @@ def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: s
 
 
 def _parse_text(text: str) -> Text:
-    """Split a user's text into words and mentions like "[1,2]". The result numbers regions from 0, not from 1."""
+    """Split a user's text into words and mentions. The mention "[1,2]" becomes [0, 1], indices that start at 0."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:
@@ -147,26 +147,26 @@ def _parse_text(text: str) -> Text:
 
 
 def mentioned(texts: Sequence[Text]) -> list[int]:
-    """Return the sorted numbers of all objects that the texts mention."""
+    """Return the sorted indices (from 0) of all objects that the texts mention."""
     return sorted({i for text in texts for token in text if not isinstance(token, str) for i in token})
 
 
 def format_text(text: Text, names: Sequence[str]) -> str:
-    """Return a text as a string. A mentioned object becomes its class and its number from 1, such as "person 1"."""
+    """Return a text as a string. A mention becomes the object's class and its number (from 1), such as "person 1"."""
     words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i + 1}" for i in token) for token in text]
     return re.sub(r" ([?.,!;:])", r"\1", " ".join(words))
 
 
 def neutral_names(names: Sequence[str], first: int) -> list[str]:
-    """Replace each "person" in class names by the next name of PEOPLE, from the one at index `first` on."""
+    """Replace each "person" in a list of class names with a name from PEOPLE, in order, starting at index `first`."""
     people = itertools.islice(itertools.cycle(PEOPLE), first % len(PEOPLE), None)
     return [next(people) if name == "person" else name for name in names]
 
 
 def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
-    """Tokenise a text, and return its tokens and the region that each of them names, or 0.
+    """Tokenise a text, and return its tokens and the region that each token names (0: none).
 
-    A mention becomes the `names` of its objects, joined by "and". The region is the object's number + 1.
+    A mention becomes the `names` of its objects, joined by "and". The region is the object's index + 1.
     """
     words = []
     for token in text:
@@ -185,11 +185,11 @@ def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
 def truncate(
     context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int, shared: bool
 ) -> list[tuple[TaggedText, TaggedText]]:
-    """Return (context, choice) for each choice, cut to at most `max_tokens` tokens together.
+    """Return a row (context, choice) for each choice, cut to at most `max_tokens` tokens in total.
 
-    The context is the question and, for rationales, the answer. While a row is too long, the choice loses its last
-    token if it is longer than the context. Otherwise the question loses its last token, down to one, and then the
-    answer. If `shared`, as in the published code, cuts of the context apply to all choices.
+    The context is the question and, for rationales, the answer. While a row is too long, one token is removed. If the
+    choice is longer than the context, it loses its last token. Otherwise the question loses its last token or, if only
+    one is left, the answer does. If `shared`, a cut of the context applies to all choices, as in the published code.
     """
     shared_sizes = [text.shape[1] for text in context]
     rows = []

@@ -77,7 +77,7 @@ class VQA(Task):
 
     @functools.cached_property
     def class_of(self) -> dict[str, int]:
-        """The class of each answer: the first one, if several classes have the same answer."""
+        """A dict from answer to class, without UNKNOWN. If an answer is listed twice, its first class counts."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
@@ -112,10 +112,10 @@ class VQA(Task):
         return Example(sample.key, text_input, image.to_input(), annotation.columns())
 
     def text_input(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
-        """Return [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if the setting `reads` is "pair".
+        """Return the input [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if the setting `reads` is "pair".
 
-        The labels at [MASK] or [CLS] are the soft scores of all answers, and the best answer's class if any score is
-        not 0.
+        The token [MASK], or [CLS] for "pair", gets two labels: the soft scores of all answers, and the class with the
+        highest score. If all scores are 0, the class is empty.
         """
         words = self.vocabulary
         tokens = [words.cls, *question, words.sep]
@@ -152,7 +152,10 @@ class VQA(Task):
 
     @torch.no_grad()
     def on_start(self, vlbert: VLBert, head: Classifier, init_from: str | None) -> None:
-        """Set the classifier's weights for each answer to the mean embedding of its tokens, and all biases to 0."""
+        """If `answers_from_words` is set, initialise the classifier from the word embeddings.
+
+        Each answer's weights become the mean embedding of its tokens, and all biases become 0.
+        """
         if not self.settings.answers_from_words:
             return
         output = head.output
