@@ -46,7 +46,7 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
 
 
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
-    """Return the set of tars that must be kept, and the set of tars that can be deleted for their withdrawn images.
+    """Return the set of tars that must be kept, and the set that can be deleted because of withdrawn images.
 
     The first set has the tar of each shard's newest revision. For a shard revised after `since` (by the storage's
     clock), it also has the tars of earlier revisions: a training run that has read an earlier manifest may still write

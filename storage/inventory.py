@@ -22,7 +22,7 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 class Inventory:
     """The manifests, snapshots, tars and checkpoints of a root.
 
-    If `dataset` is given, only its files are included. Raises ValueError if that dataset has no committed shard.
+    If `dataset` is given, only its files are listed (no checkpoints). Raises ValueError if it has no committed shard.
     """
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):

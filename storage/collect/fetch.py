@@ -149,7 +149,7 @@ class Fetcher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def wait_before_second_pass(self, url: str, refused: Refused) -> float | None:
-        """Return the seconds to wait before a refused URL is requested again, or None if it will not be."""
+        """Return the seconds to wait before a refused URL is requested again, or None if there is no second request."""
         if refused.status == Status.HOST_TIMEOUT:
             return 0.0
         if refused.retry_after is None or not self.settings.retries:
@@ -208,7 +208,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return `read(response)`. Raises Refused on failure, or if the time `end` is reached."""
+        """Send one request and return `read(response)`. Raises Refused if the request fails or is not done by time `end`."""
         import aiohttp
 
         try:
@@ -355,7 +355,7 @@ def _retry_after(response: "aiohttp.ClientResponse") -> float:
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """Return a decompressor for a Content-Encoding, or None for identity. Raises Refused for other encodings."""
+    """Return a decompressor for gzip or deflate, or None for identity. Raises Refused for any other encoding."""
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):

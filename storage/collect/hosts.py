@@ -24,10 +24,9 @@ class Hosts:
 
     Each host also has its own limit on URLs in flight. The limit is adjusted after every round of answers. A round has
     as many answers as the limit, but at least eight. After a round that was as fast as earlier rounds, the limit grows
-    by an eighth, or by one if it has ever been lowered. After a slower round, or
-    immediately after a 429 or 503, the limit is halved. If the host asks clients to wait (Retry-After), the limit
-    becomes one. Timeouts do not lower the limit: if the host still answers other URLs, only the URL that timed out is
-    at fault.
+    by an eighth, or by one if it has ever been lowered. After a slower round, or immediately after a 429 or 503, the
+    limit is halved. If the host asks clients to wait (Retry-After), the limit becomes one. Timeouts do not lower the
+    limit: if the host still answers other URLs, only the URL that timed out is at fault.
     """
 
     def __init__(self, at_once: int):
@@ -60,7 +59,11 @@ class Hosts:
     def record_end(
         self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
     ) -> None:
-        """Record the outcome of a request. The response's headers came `seconds` after its start `began`, if at all."""
+        """Record the outcome of a request.
+
+        `began` is the time at which the request began. `seconds` is the time until the response's headers came, or None
+        if no response came.
+        """
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):

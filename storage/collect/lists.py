@@ -89,7 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Guess (URL column, caption column) of a list with columns "1" and "2". The column with more URLs comes first."""
+    """Return the columns "1" and "2" in the order (URL column, caption column), guessed from the values in `rows`."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None

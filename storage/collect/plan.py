@@ -1,8 +1,8 @@
 """Plan of a collection: the settings of a dataset, its rows, and the division of the rows into shards.
 
-The origin of the rows is a caption list, a folder or tars. Before the first download, the origin is read and
-stored as rows (storage/collect/rows.py), unless an earlier run has stored the rows. `plan` divides the rows into
-shards, and compares the result with the committed shards.
+The origin of the rows is a caption list, a folder or tars. Before the first download, the origin is read and stored as
+rows (storage/collect/rows.py), unless an earlier run has stored the rows. `plan` divides the rows into shards, and
+compares the result with the committed shards.
 """
 
 import dataclasses

@@ -75,7 +75,7 @@ class Collected:
 
 
 class NothingStored(ValueError):
-    """Raised if no row of a dataset is ok, in its committed or its new shards."""
+    """Raised if no row of a dataset is ok, neither in committed nor in new shards."""
 
 
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
@@ -89,8 +89,8 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no row is ok, in the new or the
-    older shards of the dataset.
+    `run_group` collects one group (default: `collect_group`). Raises NothingStored if neither the new nor the older
+    shards of the dataset have an ok row.
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)

@@ -129,7 +129,7 @@ def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: 
 
 
 def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
-    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError on failure."""
+    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError for bad data."""
     fields = {}
     for extension in ("json", "txt"):
         if (member := members.get(extension)) is None:
