@@ -54,7 +54,7 @@ class Claims:
         self._end = threading.Event()
 
     def take(self, shards: Sequence[str]) -> str | None:
-        """Claim one of the shards without a live claim, at random. Return its name, or None if there is no such shard."""
+        """Claim one of the shards without a live claim, at random. Return its name, or None if all have live claims."""
         live = self._find_live()
         for shard in sorted(random.sample(shards, len(shards)), key=live.__contains__):  # shards without a claim first
             if shard in self.held or live.get(shard):

@@ -208,7 +208,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return `read(response)`. Raises Refused if the request fails or is not done by time `end`."""
+        """Send one request and return `read(response)`. Raises Refused if it fails or is not done by the time `end`."""
         import aiohttp
 
         try:
