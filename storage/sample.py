@@ -1,4 +1,4 @@
-"""Sample and Regions, which all stages share, and their encoding as members of a WebDataset tar.
+"""Sample and Regions, the types that all stages share, and their encoding as members of a WebDataset tar.
 
 docs/formats.md specifies the bytes: member names, dtypes, byte order and version. `from_members` checks untrusted
 members, so code that receives a Sample need not check it. `to_members` writes only what `from_members` accepts.

@@ -1,7 +1,7 @@
 """Shards: deterministic WebDataset tars of samples, with the byte range of each sample in its tar.
 
 docs/formats.md specifies the layout. tarfile writes it, and webdataset can read it. This module parses tar headers
-itself, because training reads a sample with one pread at any offset, which tarfile and webdataset cannot do.
+itself, because training reads a sample with one pread at any offset. tarfile and webdataset cannot do this.
 """
 
 import io
@@ -125,7 +125,7 @@ def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tupl
 def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
     """Yield (key, extension, offset of the header, start of the content, end of the content) for each member.
 
-    With `whole`, the data must be a complete tar, which ends with two or more blocks of zeros.
+    With `whole`, the data must be a complete tar that ends with two or more blocks of zeros.
     """
     position = 0
     while position < len(data):

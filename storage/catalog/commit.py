@@ -1,4 +1,4 @@
-"""Commit a shard: write its tar first, then its manifest, which makes it visible."""
+"""Commit a shard: write its tar first, then its manifest. The manifest makes the shard visible."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
