@@ -1,7 +1,7 @@
 """Local copies of a bucket's tars, fetched in the background and shared by all training runs on this machine.
 
-A copy is given its tar's name only once its sha256 has been checked, so a file with that name is complete. A reader
-uses the file if it exists, and the bucket otherwise.
+A copy gets the tar's name only after its sha256 has been checked, so every file with such a name is complete. Readers
+use the copy if it exists, and the bucket otherwise.
 
 Training reads tars in random order, so no tar is more useful in the cache than another. The folder is filled up to its
 limit, and only copies that no run has used for a day are removed.
@@ -50,7 +50,7 @@ class ShardCache:
                 raise ValueError(f"--data.cache={self.folder} is inside or above the root {root}; use another folder")
 
     def set_snapshot(self, index: ShardIndex, stored: Collection[str]) -> None:
-        """Set the snapshot whose tars `fill` copies, in place of any earlier snapshot of the same dataset and stage.
+        """Set the snapshot whose tars `fill` copies. It replaces any earlier snapshot of the same dataset and stage.
 
         `stored` has the paths of the tars that exist in the bucket. Copies of other tars of this dataset and stage are
         deleted. Tars of other datasets and stages stay cached.

@@ -1,6 +1,6 @@
 """Claims on shards: many machines use them to share the work, so that each shard is made only once.
 
-    ROOT/<dataset>/<stage>/claims/<shard>.txt     the worker of a shard: host, process id and a random token
+    ROOT/<dataset>/<stage>/claims/<shard>.txt     the worker that claims the shard: host, process id and a random token
 
 A worker writes a claim before it begins a shard, renews it while it works, and deletes it at the end. A claim that has
 not been renewed for EXPIRY seconds is dead, and another worker may replace it. Ages are measured by the storage's
@@ -54,7 +54,7 @@ class Claims:
         self._end = threading.Event()
 
     def take(self, shards: Sequence[str]) -> str | None:
-        """Claim a random shard without a live claim, and return its name. Return None if there is no such shard."""
+        """Claim one of the shards without a live claim, at random. Return its name, or None if all have live claims."""
         live = self._find_live()
         for shard in sorted(random.sample(shards, len(shards)), key=live.__contains__):  # shards without a claim first
             if shard in self.held or live.get(shard):
@@ -119,7 +119,7 @@ class Claims:
     ) -> list[str]:
         """Wait until at least one shard is committed or has no live claim. Return the shards that are still pending.
 
-        With `for_all`, wait until this holds for every shard.
+        With `for_all`, wait until this holds for every shard. For `pending` and `log`, see `each`.
         """
         due, pause = time.monotonic(), POLLS[0]
         while True:
@@ -160,7 +160,7 @@ class Claims:
         return ours
 
     def _find_live(self, shard: str = "") -> dict[str, bool]:
-        """Map each claimed shard to whether its claim is live. With `shard`, look only at that shard.
+        """Map each claimed shard to whether its claim is live. If `shard` is given, check only that shard.
 
         A claim dated EXPIRY seconds or more in the future counts as dead.
         """

@@ -19,10 +19,12 @@ _INTERRUPTED = "interrupted put"  # kind of local temporary files; all other kin
 def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo]]:
     """Return the files that may be deleted, each with a description of its kind.
 
-    Files older than `grace` seconds by the storage's clock: tars that no newest manifest and no kept snapshot names,
-    snapshots that no checkpoint pins (except the newest of each stage), and temporary files of interrupted writes.
+    Files older than `grace` seconds by the storage's clock may be deleted if they are
+    - tars that are named neither by a shard's newest manifest nor by a kept snapshot,
+    - snapshots that no checkpoint pins, except the newest snapshot of each stage, or
+    - temporary files of interrupted writes.
 
-    Files of any age: tars of earlier revisions that contain withdrawn images.
+    Tars of earlier revisions that contain withdrawn images may be deleted at any age.
     """
     now = store.now()
     garbage = [(_INTERRUPTED, info) for info in store.leftovers()]
@@ -44,13 +46,14 @@ def find_garbage(store: ObjectStore, grace: float) -> list[tuple[str, ObjectInfo
 
 
 def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | None], set[str]]:
-    """Return two sets: the tars that manifests need, and the tars with withdrawn images, which can be deleted.
+    """Return the set of tars that must be kept, and the set that can be deleted because of withdrawn images.
 
-    The first set has the tars of all newest revisions. If a shard was revised after `since` (by the storage's clock),
-    it also has the tars of the earlier revisions, because a training run that has read one of them may yet pin it.
+    The first set has the tar of each shard's newest revision. For a shard revised after `since` (by the storage's
+    clock), it also has the tars of earlier revisions: a training run that has read an earlier manifest may still write
+    a snapshot that names its tar.
 
-    The second set has the tars of earlier revisions that contain withdrawn images. A snapshot may still name them. Once
-    they are deleted, its samples are read from the newest revisions (storage/revised.py).
+    The second set has the tars of earlier revisions that contain withdrawn images. A snapshot may still name such a
+    tar. After the tar is deleted, the snapshot's samples are read from the newest revision (storage/revised.py).
     """
     store, named, with_images = inventory.store, set(), set()
     withdrawn = read_withdrawn(store)
@@ -71,7 +74,7 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
 
 
 def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
-    """Delete a file if it is still unused. Return False if it was written again or has come into use."""
+    """Delete a file if it is still unused. Return False if the file was written again or is in use now."""
     if kind == _INTERRUPTED:
         Path(info.path).unlink(missing_ok=True)
         return True
@@ -87,7 +90,7 @@ def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
 
 
 def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
-    """Find garbage and, with `delete`, delete it. Return a table of the files, as lines."""
+    """Find garbage (see `find_garbage`) and, with `delete`, delete it. Return the lines of a table of the files."""
     garbage = [(kind, info) for kind, info in find_garbage(store, grace) if not delete or _remove(store, kind, info)]
     if not garbage:
         return ["nothing to delete"]

@@ -22,7 +22,7 @@ _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 class Inventory:
     """The manifests, snapshots, tars and checkpoints of a root.
 
-    With `dataset`, only the files of that dataset, without checkpoints. Raises ValueError if it has no committed shard.
+    If `dataset` is given, only its files are listed (no checkpoints). Raises ValueError if it has no committed shard.
     """
 
     def __init__(self, store: ObjectStore, dataset: str | None = None):
@@ -74,7 +74,7 @@ class Inventory:
 
 
 def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
-    """Return the paths of all checkpoints' state.json files, by run and by step."""
+    """Map each run to the paths of its checkpoints' state.json files, keyed by step."""
     states: dict[str, dict[int, str]] = defaultdict(dict)
     for info in store.list("runs/"):
         if match := _STATE.fullmatch(info.path):

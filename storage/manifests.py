@@ -65,7 +65,7 @@ class Header:
         statuses: number of rows with each status
         meta: how the stage made the shard: "source", "config", "config_hash", "random_init", ...
         sha256: sha256 of the manifest's bytes, 64 hex digits
-        revision: 1 at first; each time that rows of the shard are requested again or withdrawn, it grows by 1
+        revision: number of the revision, starting at 1; rows that are requested again or withdrawn make a new revision
     """
 
     shard: str
@@ -100,7 +100,7 @@ class Manifest(Header):
     table: pa.Table
 
     def rows(self) -> list[Row]:
-        """Return the rows as Row objects, which `commit_shard` takes."""
+        """Return the rows as Row objects, to be passed to `commit_shard`."""
         names = [field.name for field in fields(Row)]
         return [Row(**line) for line in self.table.select(names).to_pylist()]
 

@@ -1,7 +1,7 @@
 """Object stores: named objects in a local folder or under `s3://bucket/prefix`. No other module uses boto3.
 
 A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`. If several
-writers, even on different machines, put the same object, it returns True only to the first.
+writers, even on different machines, put the same object, only the first put returns True.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class StorageUnreachable(ConnectionError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Name, size and date of an object."""
+    """Path, size and date of an object."""
 
     path: str  # relative to the root
     size: int  # bytes
@@ -128,7 +128,7 @@ class LocalStore:
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
         """Write an object atomically. With `if_absent`, leave an existing object unchanged and return False.
 
-        Raises StorageUnreachable, with nothing changed, if it cannot be written.
+        If the object cannot be written, raises StorageUnreachable and leaves an existing object unchanged.
         """
         with _write_errors(file := self._file(path)):
             if if_absent and file.exists():
@@ -163,9 +163,9 @@ class LocalStore:
             return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes of an object, from byte `offset` on.
+        """Return `length` bytes of an object, starting at byte `offset`.
 
-        Raises ValueError if the object is too short, and otherwise the same errors as `get`.
+        Raises ValueError if the object is too short, and the same errors as `get`.
         """
         with self._open(path) as file:
             data = os.pread(file.fileno(), length, offset)
@@ -232,7 +232,7 @@ class LocalStore:
                     yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
-        """Remove a file. Also remove its folder if that is empty now, because a bucket has no empty folders."""
+        """Remove a file, and its folder if that is empty now. A bucket has no empty folders either."""
         with _write_errors(file):
             try:
                 file.unlink()
@@ -261,7 +261,7 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _write_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns OSError into StorageUnreachable, which names the file and says what to do."""
+    """Context manager that turns OSError into StorageUnreachable. The message names the file and gives advice."""
     try:
         yield
     except OSError as error:
@@ -272,7 +272,7 @@ def _write_errors(file: Path) -> Iterator[None]:
 
 
 def _open_new(file: Path) -> BinaryIO:
-    """Create a file. Sync the parent folders that had to be made, so that they survive a power failure."""
+    """Create a file. If parent folders are created, sync them, so that they survive a power failure."""
     for left in reversed(range(_FOLDERS)):
         made = [folder for folder in file.parents if not folder.is_dir()]
         try:
@@ -508,8 +508,8 @@ ObjectStore = LocalStore | S3Store
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
     """Open the store at `root`, a folder or `s3://bucket/prefix`, and check that it can be used.
 
-    With `write`, create the folder if it is missing, and check that the store supports conditional writes, which
-    commits need. Otherwise write nothing. Raises StorageUnreachable, naming the folder or the bucket and its endpoint,
+    With `write`, create the folder if it is missing, and check that the store supports the conditional writes that
+    commits need. Otherwise, write nothing. Raises StorageUnreachable, naming the folder or the bucket and its endpoint,
     if a check fails.
     """
     if "://" in root and not root.startswith("s3://"):

@@ -9,7 +9,7 @@ import numpy as np
 
 @functools.lru_cache  # all batches need the same few hashes
 def mix(*numbers: int) -> int:
-    """Return a 64-bit hash of integers (chained splitmix64). It never changes between library versions."""
+    """Return a 64-bit hash of integers (chained splitmix64). The hash does not depend on library versions."""
     state = 0
     for number in numbers:
         state = _splitmix64(state ^ _splitmix64(number % 2**64))
@@ -30,7 +30,7 @@ def _splitmix64(x: Any) -> Any:
 def shuffled(
     positions: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
 ) -> np.ndarray:
-    """Return the indices of the examples at some positions of a shuffled epoch, int64 [P].
+    """Return the indices of the examples at the given positions of a shuffled epoch, int64 [P].
 
     For all n positions together, the result is a permutation of 0..n-1. Each position is computed independently, by a
     Feistel network that is repeated until the index is below n. So even a long epoch needs no memory and no setup time.
@@ -84,7 +84,7 @@ def _permute(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) 
 
 
 def samples_after(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
-    """Return (epoch, example index) for the `count` samples that follow the first `consumed` samples of a run."""
+    """Return (epoch, example index) of the `count` samples after the first `consumed`, with `n` samples per epoch."""
     samples = []
     for epoch in range(consumed // n, -(-(consumed + count) // n)):
         positions = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
@@ -103,7 +103,7 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
     of the sequences, their epochs end together.
 
     Returns:
-        Two int64 [count]: for each draw, the index of its sequence, and the index of the draw within that sequence.
+        Two int64 arrays [count]: the index of each draw's sequence, and the index of the draw within that sequence.
     """
     if len(weights) == 1:
         return np.zeros(count, np.int64), np.arange(consumed, consumed + count)

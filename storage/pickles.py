@@ -96,11 +96,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
-    """Return the value of a pickle. `encoding` is used to decode byte strings that were pickled by Python 2.
+    """Return the object stored in a pickle. `encoding` is used to decode byte strings that were pickled by Python 2.
 
     Raises:
         UnsafePickle: the pickle names an object that is not in STAND_INS
-        ValueError: the data is truncated or not a pickle; the message starts with "is", to be put after a file name
+        ValueError: the data is truncated or not a pickle. The message begins with "is", so that callers can put the
+            file name before it.
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()

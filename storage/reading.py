@@ -1,7 +1,7 @@
 """Random access for training: read the samples of a snapshot by index, using their byte ranges.
 
-Local and cached tars are read with pread. A bucket is read with parallel range requests, each of which may cover
-several neighbouring samples, so training needs no local disk.
+Local and cached tars are read with pread. A bucket is read with parallel range requests, so training needs no
+local disk. One request may cover several neighbouring samples.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class ShardSamples:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
-        """Return the sample with this index. Raises ValueError, naming the tar and byte offset, if it is invalid."""
+        """Return the sample with this index. If it is invalid, raises ValueError with the tar and the byte offset."""
         (sample,) = self.samples([number])
         if isinstance(sample, ValueError):
             raise sample
@@ -124,7 +124,7 @@ class ShardSamples:
         return [samples[number] for number in numbers]
 
     def _group_neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Group the samples that can be read with one request. Withdrawn samples are left out."""
+        """Group the indices of samples that can be read with one request. Withdrawn samples are left out."""
         spans = sorted((*self._span(number), number) for number in {*numbers} - self.index.withdrawn.keys())
         groups, first, end = [], None, 0
         for tar, offset, length, number in spans:

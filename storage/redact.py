@@ -1,4 +1,4 @@
-"""Redaction of URLs in messages and logs: removes passwords and query strings, which may contain signatures."""
+"""Redaction of URLs in messages and logs: removes passwords, and query strings because they may contain signatures."""
 
 import re
 

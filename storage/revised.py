@@ -1,7 +1,7 @@
 """Older snapshots after a withdrawal: the remaining samples are read from the newest revisions of their shards.
 
-A revision that withdraws samples keeps the bytes of the others, but at new offsets. So a run that is pinned to the
-snapshot continues with the same samples, except that the withdrawn ones have become unreadable.
+A revision that withdraws samples keeps the bytes of the others, but at new offsets. So a run that is pinned to an
+older snapshot continues with the same samples, except that the withdrawn samples can no longer be read.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """The folder of a checkpoint or a model. A file whose hash is known is checked against it when it is read."""
+    """The folder of a checkpoint or a model. Files with a known hash are checked when they are read."""
 
     store: ObjectStore
     path: str  # relative to the root of `store`; "" is the root itself
@@ -116,7 +116,7 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
 
 
 def hint(store: ObjectStore, path: str) -> str:
-    """Return advice for error messages about a damaged file in this folder."""
+    """Return advice for error messages about a damaged file in the folder `path`."""
     uri = store.uri(path)
     if _STEP.fullmatch(path):
         return (

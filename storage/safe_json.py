@@ -56,6 +56,6 @@ def printable(text: object) -> str:
 
 
 def short_repr(value: object, limit: int = 60) -> str:
-    """Return the repr of an untrusted value, which may be large or deeply nested, in at most `limit` characters."""
+    """Return the repr of an untrusted value, cut to `limit` characters. The value may be large or deeply nested."""
     text = printable(_SHORT.repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

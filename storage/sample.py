@@ -1,7 +1,7 @@
-"""Sample and Regions, which all stages share, and their encoding as members of a WebDataset tar.
+"""Sample and Regions, the types that all stages share, and their encoding as members of a WebDataset tar.
 
 docs/formats.md specifies the bytes: member names, dtypes, byte order and version. `from_members` checks untrusted
-members, so code that receives a Sample need not. `to_members` writes only what `from_members` accepts.
+members, so code that receives a Sample need not check it. `to_members` writes only what `from_members` accepts.
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ def to_members(sample: Sample) -> dict[str, bytes]:
 
 
 def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
-    """Decode a sample from its tar members, keyed by extension. Raises BadSample if one violates docs/formats.md.
+    """Decode a sample from its tar members, keyed by extension. Raises BadSample if they violate docs/formats.md.
 
     The JPEG is not decoded here, so decoding it may still fail.
     """

@@ -124,7 +124,7 @@ def override(config: T, arguments: Sequence[str]) -> T:
 
 
 def named_fields(config: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Map the dotted name of each field that command-line arguments set to the field's value in `config`."""
+    """Return the fields that command-line arguments set, as a dict from dotted name to value in `config`."""
     fields = {}
     for argument in arguments:
         path = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
@@ -151,7 +151,7 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
 
 
 def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str, Any]:
-    """Return the fields whose values differ from those in `base`, with their values in `config`, by dotted name.
+    """Return the fields whose values differ from those in `base`, as a dict from dotted name to value in `config`.
 
     If `base` is None, the defaults are used instead. `override(base, as_arguments(changed_fields(config, base)))`
     equals `config`. `prefix` is put before each name.
@@ -169,7 +169,7 @@ def changed_fields(config: Any, base: Any = None, prefix: str = "") -> dict[str,
 
 
 def override_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of `config` with `values`, given by dotted field name. Raises KeyError for an unknown field."""
+    """Return a copy of `config` with new field values, keyed by dotted name. Raises KeyError for an unknown field."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")

@@ -1,7 +1,7 @@
 """Shards: deterministic WebDataset tars of samples, with the byte range of each sample in its tar.
 
 docs/formats.md specifies the layout. tarfile writes it, and webdataset can read it. This module parses tar headers
-itself, because training reads a sample with one pread at any offset, which tarfile and webdataset cannot do.
+itself, because training reads a sample with one pread at any offset. tarfile and webdataset cannot do this.
 """
 
 import io
@@ -93,7 +93,7 @@ _Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """Return the key of a span's sample and its members' byte ranges. Raises ValueError if it has none or several."""
+    """Return a sample's key and its members' byte ranges. Raises ValueError if the span does not have one sample."""
     samples = list(_parse_samples(data, name))
     if len(samples) != 1:
         raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")
@@ -109,7 +109,7 @@ def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
 
 
 def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
-    """Yield each sample's key, the offset of its first header, and the byte ranges of its members."""
+    """Yield (key, offset, members' byte ranges) for each sample. With `whole`, the data must be a complete tar."""
     for key, members in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
         offsets, ranges = [], {}
         for _, extension, offset, start, end in members:
@@ -125,7 +125,7 @@ def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tupl
 def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
     """Yield (key, extension, offset of the header, start of the content, end of the content) for each member.
 
-    With `whole`, the data must be a complete tar, which ends with two or more blocks of zeros.
+    With `whole`, the data must be a complete tar that ends with two or more blocks of zeros.
     """
     position = 0
     while position < len(data):
@@ -166,7 +166,7 @@ def _octal(field: bytes) -> int:
 
 
 def _parse_header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
-    """Return the type and name of a tar member, and its size in bytes. `position` is for error messages."""
+    """Return the type, name and size in bytes of a tar member. `name` and `position` are for error messages."""
     try:
         checksum = _octal(header[148:156])
         size = _octal(header[124:136])

@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def shard_of(manifest: str) -> str:
-    """Return the shard that a manifest belongs to, given the manifest's name: 00000 for 00000.r2."""
+    """Return the shard of a manifest, given the manifest's name. For example, 00000.r2 belongs to shard 00000."""
     return manifest.partition(".")[0]
 
 
@@ -93,7 +93,7 @@ class ShardIndex:
         return self.path.rpartition("/snapshots/")[0]
 
     def urls(self) -> list[str]:
-        """Read the URL of each sample, or its file name if it was imported. The list is long and not cached."""
+        """Read the URL of each sample, or the file name of an imported image. The list is long, and is not cached."""
         return [url for table in read_columns(self.store, self.path, ["url"]) for url in table["url"].to_pylist()]
 
 
@@ -179,7 +179,7 @@ def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
-    """Read the byte ranges of all samples from a snapshot file. Raises as `read_snapshot` does."""
+    """Read the byte ranges of all samples from a snapshot file. Raises the same errors as `read_snapshot`."""
     with _open_parquet(store, path) as file:
         snapshot, shards = _read_footer(file, store.uri(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
@@ -205,7 +205,7 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
 
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield the given columns of a snapshot file, one table per row group. Raises as `read_snapshot` does."""
+    """Yield the given columns of a snapshot file, a table per row group. Raises the same errors as `read_snapshot`."""
     with _open_parquet(store, path) as file:
         yield from _read_groups(file, store.uri(path), columns)
 

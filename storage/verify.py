@@ -1,4 +1,4 @@
-"""Verification of a root: checks all files against their digests, and that the files they refer to exist."""
+"""Verification of a root: checks that files match their digests, and that the files they refer to exist."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +17,9 @@ _Item = TypeVar("_Item")
 
 
 def verify(inventory: Inventory) -> Iterator[str]:
-    """Yield a message for each fault of a manifest, tar, snapshot or withdrawal file. Reads all of them.
+    """Yield a message for each fault found in the manifests, tars, snapshots and withdrawal files of a root.
 
-    Checkpoints are checked as well, unless the inventory is limited to one dataset.
+    All these files are read. Checkpoints are checked as well, unless the inventory is limited to one dataset.
     """
     store = inventory.store
     folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]

@@ -45,7 +45,7 @@ class Withdrawn:
 
 
 def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()) -> Withdrawn:
-    """Withdraw images by URL or hash, and return the newly withdrawn ones. Raises ValueError for an invalid URL."""
+    """Withdraw images by URL or hash. Return those not withdrawn before. Raises ValueError for an invalid URL."""
     requested, before = {*urls}, read_withdrawn(store)
     for url in requested:
         if not url.strip() or "\n" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
@@ -61,7 +61,7 @@ def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()
 
 
 def read_withdrawn(store: ObjectStore) -> Withdrawn:
-    """Read all withdrawals of a root. A process reads each file once. Raises ValueError if one is damaged."""
+    """Read all withdrawals of a root. A process reads each file once. Raises ValueError if a file is damaged."""
     withdrawn = Withdrawn()
     for info in store.list(f"{WITHDRAWN}/"):
         with contextlib.suppress(ObjectMissing):  # undone since the listing

@@ -97,7 +97,7 @@ class Catalog:
         return {header.shard: header for header in self.manifests(stage, [*self.newest(stage, shards).values()])}
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Return an iterator over tables: for each shard, the given columns of its newest manifest."""
+        """Return an iterator over the given columns of newest manifests. `shards` defaults to all committed shards."""
         names = [*self.newest(stage, shards).values()]
         return (manifest.table for manifest in self.manifests(stage, names, columns))
 
@@ -122,7 +122,7 @@ class Catalog:
         return read_shard(data, uri)
 
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
-        """Return the shards of stage `source` that stage `target` must still make, sorted.
+        """Return the sorted names of the shards of stage `source` that stage `target` must still make.
 
         A shard is pending if `target` does not have it, or made it from samples that have changed since. Withdrawals do
         not count as changes. No tar is read. Raises ValueError if a target shard was made from another source.
@@ -190,7 +190,7 @@ class Catalog:
         return f"to make it again, delete {self.uri(stage, shard)} and run the stage"
 
     def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
-        """Read a manifest, and only these columns of its table. Raises ValueError if the file was changed or moved."""
+        """Read a manifest and the given columns of its table. Raises ValueError if the file was changed or moved."""
         data, uri = self.store.get(self.manifest_path(stage, name)), self.uri(stage, name)
         footer = pq.read_metadata(io.BytesIO(data)).metadata if has_valid_digest(data) else {}
         if b"manifest" not in footer:

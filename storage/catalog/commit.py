@@ -1,4 +1,4 @@
-"""Commit a shard: write its tar first, then its manifest, which makes it visible."""
+"""Commit a shard: write its tar first, then its manifest. The manifest makes the shard visible."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ def commit_shard(
     replaces: Header | None = None,
     content: str | None = None,
 ) -> bool:
-    """Commit a shard or, with `replaces`, its next revision. Return False, and change nothing, if it already exists.
+    """Commit a shard or, with `replaces`, its next revision. Return False, changing nothing, if it already exists.
 
     Withdrawn samples are left out, and their rows get the status `withdrawn`. Raises ValueError, without committing the
     shard, if a row is out of order or does not match its sample.
@@ -89,7 +89,7 @@ def commit_shard(
 
 
 def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:
-    """Delete the tar of a commit that lost to another writer's, unless a revision of the shard names the same tar."""
+    """Delete the tar of a failed commit (another writer was first), unless a revision of the shard names this tar."""
     if all(header.tar != tar for header in catalog.revisions(stage, shard)):
         catalog.store.delete(tar)
 
@@ -98,7 +98,7 @@ def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:
     """Commit a revision of a shard without its withdrawn samples. Return False if none of its samples is withdrawn.
 
     The other samples keep their bytes, and stages made from the shard stay up to date. If another writer commits a
-    revision first, that revision leaves the samples out as well. Raises ValueError if the tar is damaged.
+    revision first, the withdrawn samples are missing from that revision too. Raises ValueError if the tar is damaged.
     """
     manifest = catalog.manifest(stage, shard)
     if not any(read_withdrawn(catalog.store).contains(manifest.ok()).to_pylist()):

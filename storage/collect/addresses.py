@@ -85,7 +85,7 @@ class AddressGuard:
 
 
 def is_public(address: Address) -> bool:
-    """Return True if an address is public. If an IPv6 address embeds an IPv4 address, the latter decides."""
+    """Return True if an address is public. If an IPv6 address contains an IPv4 address, the IPv4 address is checked."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:  # selects one of this machine's interfaces
             return False

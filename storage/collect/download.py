@@ -34,7 +34,7 @@ Outcome = SpooledImage | Refused
 
 
 def with_outcome(row: CaptionRow, outcome: Outcome) -> CaptionRow:
-    """Return the row with its image, or with the status that says why it has none."""
+    """Return the row with its image, or with the status and the detail that say why it has no image."""
     if isinstance(outcome, SpooledImage):
         return dataclasses.replace(row, status=Status.OK, image=outcome)
     # aiohttp keeps arbitrary bytes from a server as surrogates, which no text file can store.
@@ -151,7 +151,7 @@ def commit_images(
     """Commit rows as a shard of the `images` stage. Return False if another writer was first.
 
     Args:
-        source: the list, and the range of its rows that this shard has, as recorded in the manifest (plan.source_of)
+        source: where the rows come from; recorded in the manifest as meta["source"] (plan.source_of)
         replaces: committed revision of the shard that the new one replaces; None for a new shard
     """
     config, config_hash = image_config(settings)

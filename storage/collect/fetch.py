@@ -127,10 +127,10 @@ class Fetcher:
     async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
         """Fetch a URL and return its body. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host (`Hosts.slot`). After the first pass over a shard's URLs, those
-        that may succeed later are requested once more in a second pass. `second_pass` is the time at which it began, by
-        the event loop's clock; None in the first pass. The second pass makes only one attempt for each URL. Unlike the
-        first, it also requests URLs of silent hosts, and any robots.txt that was unavailable in the first pass.
+        The caller must hold a slot of the URL's host (`Hosts.slot`). After the first pass over a shard's URLs, failed
+        URLs that may succeed later are requested once more in a second pass. `second_pass` is the start of that pass by
+        the event loop's clock, or None in the first pass. The second pass makes only one attempt for each URL. Unlike
+        the first pass, it also requests URLs of silent hosts, and robots.txt files that were unavailable before.
         """
         loop = asyncio.get_running_loop()
         # Before the deadline starts, because the wait for a robots.txt should not count.
@@ -149,7 +149,7 @@ class Fetcher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def wait_before_second_pass(self, url: str, refused: Refused) -> float | None:
-        """Return the seconds to wait before a refused URL is requested again; None for no second request."""
+        """Return the seconds to wait before a refused URL is requested again, or None if there is no second request."""
         if refused.status == Status.HOST_TIMEOUT:
             return 0.0
         if refused.retry_after is None or not self.settings.retries:
@@ -187,7 +187,7 @@ class Fetcher:
                 raise
 
     async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
-        """Send one request, and record its outcome in `hosts`. Return (None, body), or (target, b"") for a redirect."""
+        """Send one request and record its outcome in `hosts`. Return (None, body), or (target, b"") for a redirect."""
         loop, host = asyncio.get_running_loop(), _host_of(url)
         begin, seconds = loop.time(), None
 
@@ -208,7 +208,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return `read(response)`. Raises Refused if it fails or is not done before `end`."""
+        """Send one request and return `read(response)`. Raises Refused if it fails or is not done by the time `end`."""
         import aiohttp
 
         try:
@@ -264,7 +264,7 @@ class Fetcher:
         return Rules(b"")  # too many redirects count as a missing robots.txt: RFC 9309, 2.3.1.2
 
     async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
-        """Return (None, content), or (target, b"") for a redirect. A missing file is empty and forbids nothing."""
+        """Return (None, content), or (target, b"") for a redirect. A missing file counts as empty."""
         code, location = response.status, response.headers.get("Location")
         if code in _REDIRECTS and location:
             return location, b""
@@ -355,7 +355,7 @@ def _retry_after(response: "aiohttp.ClientResponse") -> float:
 
 
 def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """Return a decompressor for a Content-Encoding; None for identity. Raises Refused if it is unsupported."""
+    """Return a decompressor for gzip or deflate, or None for identity. Raises Refused for any other encoding."""
     if encoding in ("", "identity"):
         return None
     if encoding not in ("gzip", "x-gzip", "deflate"):

@@ -22,11 +22,11 @@ class Hosts:
     their shard is done. Then the host is tested with one URL that it has answered before or, if there is none, with up
     to three of the waiting URLs. If it answers, all waiting URLs are requested; otherwise they end as HOST_TIMEOUT.
 
-    Each host also has its own limit on URLs in flight, which is adjusted after a round of as many answers (at least
-    eight). After a round as fast as earlier ones, the limit grows by an eighth, or by one if it has ever been lowered.
-    After a slower round, or immediately after a 429 or 503, the limit is halved. If the host asks clients to wait
-    (Retry-After), the limit becomes one. Timeouts do not lower the limit: if the host still answers other URLs, only
-    the URL that timed out is at fault.
+    Each host also has its own limit on URLs in flight. The limit is adjusted after every round of answers. A round has
+    as many answers as the limit, but at least eight. After a round that was as fast as earlier rounds, the limit grows
+    by an eighth, or by one if it has ever been lowered. After a slower round, or immediately after a 429 or 503, the
+    limit is halved. If the host asks clients to wait (Retry-After), the limit becomes one. Timeouts do not lower the
+    limit: if the host still answers other URLs, only the URL that timed out is at fault.
     """
 
     def __init__(self, at_once: int):
@@ -59,7 +59,11 @@ class Hosts:
     def record_end(
         self, name: str, url: str, began: float, seconds: float | None, refused: Refused | None = None
     ) -> None:
-        """Record the outcome of a request. `seconds` is the time to the response's headers; None without a response."""
+        """Record the outcome of a request.
+
+        `began` is the time at which the request began. `seconds` is the time until the response's headers came, or None
+        if no response came.
+        """
         host, status = self.host(name), refused.status if refused else Status.OK
         must_wait = refused is not None and bool(refused.retry_after)
         if status in (Status.TIMEOUT, Status.CONNECT):

@@ -52,9 +52,9 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
     Raises ValueError if a given column does not exist or no columns can be detected.
 
     Args:
-        columns: names of the columns with the URL, the caption and further values to keep; for a column without a
-            unique name, its number (from 1)
-        of_folder: whether the list has names of files in a folder instead of URLs
+        columns: names of the URL column, the caption column and further columns to keep; a column without a unique
+            name is given by its number, starting at 1
+        of_folder: whether the list has the names of files in a folder instead of URLs
     """
     form, urls, header, head = _detect_form(file), _FILES if of_folder else URLS, False, []
     if form in ("tsv", "csv"):
@@ -89,7 +89,7 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
 
 
 def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
-    """Guess the URL column and the caption column, "1" or "2". The URL column has more URLs (or image file names)."""
+    """Return the columns "1" and "2" in the order (URL column, caption column), guessed from the values in `rows`."""
 
     def is_reference(cell: str) -> bool:
         return cell.strip().lower().endswith(IMAGE_SUFFIXES) if of_folder else LIKE_A_URL.match(cell) is not None
@@ -105,7 +105,7 @@ def license_column(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def license_of(extra: Extra | None) -> str | None:
-    """Return the licence from a row's further columns, or None if they have none."""
+    """Return the licence from a row's further columns, or None if there is none."""
     extra = extra or {}
     value = next((extra[name] for name in license_column(extra)), None)
     return None if value in (None, "") else str(value)
@@ -166,9 +166,9 @@ def _detect_form(file: Path) -> str:
 
 
 def _records(file: Path, form: str, header: bool, columns: Sequence[str] = ()) -> Iterator[_Record]:
-    """Yield each row of a list as a dict, or as a ValueError if it cannot be read.
+    """Yield each row of a list as a dict, or as a ValueError if the row cannot be read.
 
-    If `columns` are given, other columns may be left out.
+    If `columns` are given, other columns may be missing from the dicts.
     """
     if form == "parquet":
         return _parquet_records(file, columns)

@@ -87,7 +87,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class NormalisedImage:
-    """A JPEG to store. `sha256` is of the original file, and `flags` name the changes that were made."""
+    """A JPEG to store. `sha256` is the hash of the original file. `flags` name the changes that were made."""
 
     jpeg: bytes
     width: int
@@ -196,7 +196,7 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
 
 
 def _read_orientation(image: Image.Image) -> tuple[int, bool]:
-    """Return the EXIF orientation (1 to 8), and whether EXIF is readable. Return (1, True) without EXIF."""
+    """Return the EXIF orientation (1 to 8), and whether EXIF is readable. Return (1, True) if there is no EXIF."""
     exif = Image.Exif()
     try:
         # Not image.getexif(), which hides errors of the JPEG and uses XMP, which browsers ignore.

@@ -1,8 +1,8 @@
 """Plan of a collection: the settings of a dataset, its rows, and the division of the rows into shards.
 
-The origin of the rows is a caption list, a folder or tars. Before the first download, it is read and stored as rows
-(storage/collect/rows.py), unless an earlier run has stored them. `plan` divides the rows into shards, and compares
-these with the committed ones.
+The origin of the rows is a caption list, a folder or tars. Before the first download, the origin is read and stored as
+rows (storage/collect/rows.py), unless an earlier run has stored the rows. `plan` divides the rows into shards, and
+compares the result with the committed shards.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ class CollectSettings:
 
 
 def find_columns(settings: CollectSettings) -> Reading:
-    """Return the format and the columns of the origin. If `settings` names no columns of a list, they are detected.
+    """Return the format and the columns of the origin. If `settings` names none, a list's columns are detected.
 
     Raises ValueError if a file cannot be read, a column does not exist, or the columns cannot be detected.
     """
@@ -105,7 +105,7 @@ def find_columns(settings: CollectSettings) -> Reading:
 
 
 def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
-    """Return the rows of the origin. It is read only if no earlier run has stored its rows.
+    """Return the rows of the origin. The origin is read only if no earlier run has stored its rows.
 
     Raises ValueError if there are no rows.
     """
@@ -121,7 +121,7 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
 
 
 def identify(settings: CollectSettings, reading: Reading) -> str:
-    """Return a hash of the origin's content, and of how it is read, as 16 hex digits.
+    """Return a hash of the origin's content and of `reading`, as 16 hex digits.
 
     The hash covers the bytes of a list, the file names in a folder, or the names, sizes and dates of tars.
     """
@@ -156,7 +156,7 @@ def image_files(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A shard to collect, and the range of its rows in the origin: [start, stop)."""
+    """A shard to collect, and the range [start, stop) of its rows among all rows of the dataset."""
 
     shard: str
     start: int
@@ -184,7 +184,7 @@ def plan(settings: CollectSettings, rows: Rows, done: Mapping[str, Header]) -> l
 
 
 def source_of(settings: CollectSettings, rows: Rows, part: Part) -> dict:
-    """Return meta["source"] for a shard's manifest: the list, the rows of the shard, and how they are read."""
+    """Return meta["source"] for a shard's manifest: where its rows came from and how they were read."""
     source = {"list": f"{Path(settings.origin).name} sha256:{rows.digest(part.start, part.stop)}", "id": rows.id}
     return source | {"rows": [part.start, part.stop], "reading": dataclasses.asdict(rows.reading)}
 

@@ -3,9 +3,9 @@
     ROOT/<dataset>/images/rows/<id>.parquet           index: the parts, and the rows that repeat an earlier one
     ROOT/<dataset>/images/rows/part-<hash>.parquet    a part: up to PART_ROWS rows
 
-A list, a folder or tars are read once and written as parts, each named by a hash of its content. The index is written
-last, and only if there is none yet. As long as the list does not change, all runs on all machines read only these
-files. If rows are added at the end of the list, its first parts are used again. docs/formats.md specifies the layout.
+The list, folder or tars are read once and written as parts named by content. The index is written last, and
+only if it does not exist yet. As long as the list does not change, all runs on all machines read only these files. If
+rows are added at the end of the list, its first parts are used again. docs/formats.md specifies the layout.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ class Rows:
     """
 
     def __init__(self, store: ObjectStore, dataset: str, id: str):
-        """Read the index. Raises ObjectMissing if there is none with this id, and ValueError if it is damaged."""
+        """Read the index of the rows. Raises ObjectMissing if it does not exist, and ValueError if it is damaged."""
         self._store, self._folder = store, _folder(dataset)
         path = f"{self._folder}/{id}.parquet"
         data, self._uri = store.get(path), store.uri(path)
@@ -132,7 +132,7 @@ class Rows:
         return list(itertools.starmap(_make_row, enumerate(self._table(start, stop).to_pylist(), start)))
 
     def duplicates(self, start: int, stop: int) -> dict[int, int]:
-        """Map each row in [start, stop) that repeats an earlier row to the first row with its URL and caption."""
+        """Map each row in [start, stop) that repeats an earlier row to the first row with the same URL and caption."""
         part = slice(*np.searchsorted(self.repeated, [start, stop]))
         return dict(zip(self.repeated[part].tolist(), self.firsts[part].tolist(), strict=True))
 
@@ -161,7 +161,7 @@ class Rows:
 
 
 def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows: Iterable[CaptionRow]) -> Rows:
-    """Store rows as parts, and their index under `id`. Return the stored rows. Does not overwrite files."""
+    """Store rows as parts, and their index under `id`. Return the stored rows. Existing files are kept."""
     rows, keys, names, unreadable = iter(rows), bytearray(), [], []
     while part := list(itertools.islice(rows, PART_ROWS)):
         unreadable += [row.row for row in part if row.status]
@@ -206,7 +206,7 @@ def _hash(data: bytes) -> str:
 
 
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the readable rows whose key occurred before, and the first row with each of these keys."""
+    """Return two arrays: the readable rows that repeat an earlier key, and for each, the first row with that key."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
     order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
     order = order[~np.isin(order, unreadable)]

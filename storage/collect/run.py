@@ -53,7 +53,7 @@ _HINTS = {  # by the most frequent status, if no row of a list is ok
 
 @dataclass(frozen=True)
 class Group:
-    """Shards to collect together (in a Prefect flow, by one task), and the progress of the run's earlier groups."""
+    """Shards to collect together (as one task in a Prefect flow), and the progress of the run's earlier groups."""
 
     parts: tuple[Part, ...]
     list_id: str  # id of the stored rows
@@ -75,7 +75,7 @@ class Collected:
 
 
 class NothingStored(ValueError):
-    """Raised if neither a committed nor a new row of a dataset is ok."""
+    """Raised if no row of a dataset is ok, neither in committed nor in new shards."""
 
 
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
@@ -89,8 +89,8 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no row of the dataset is ok,
-    whether in new or in older shards.
+    `run_group` collects one group (default: `collect_group`). Raises NothingStored if neither the new nor the older
+    shards of the dataset have an ok row.
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)
@@ -154,7 +154,7 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _nothing_stored(settings: CollectSettings, listed: Rows, counts: Mapping[str, int], part: Part) -> str:
-    """Return the error message for a dataset without an ok row. It shows the first row of `part`."""
+    """Return the error message for a dataset without an ok row. The message shows the first row of `part`."""
     status = Status(Counter(counts).most_common(1)[0][0])
     (row,) = listed.read(part.start, part.start + 1)
     hints = [f"{status}: {status.meaning} (docs/images.md)", row.detail]
@@ -283,9 +283,9 @@ class _GroupCollector:
     def read_committed(
         self, part: Part, rows: Sequence[CaptionRow], spool: Spool
     ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the header of the revision to replace, and the shard's rows with their committed results, by number.
+        """Return the header of the revision to replace, and its rows with their results, keyed by row number.
 
-        `rows` are all rows of the shard. Their images are copied to the spool. Returns (None, {}) for a new shard.
+        `rows` are all rows of the shard. Committed images are copied to the spool. Returns (None, {}) for a new shard.
         """
         if not part.replaces:
             return None, {}
@@ -301,7 +301,7 @@ class _GroupCollector:
         return manifest, results
 
     def settle_rows(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
-        """Return the withdrawn, unreadable and repeated rows, which need no request, by row number."""
+        """Return the rows that need no request (withdrawn, unreadable or repeated), keyed by row number."""
         results, firsts = {}, self.rows.duplicates(part.start, part.stop)
         for row in rows:
             if row.url in self.withdrawn.urls:
@@ -334,7 +334,7 @@ class _GroupCollector:
 
 
 def check_network(part: Part, rows: Sequence[CaptionRow], settings: CollectSettings) -> None:
-    """Raise ConnectionError if every requested row of a shard is UNREACHABLE.
+    """Raise ConnectionError if every requested row of a shard has a status in UNREACHABLE.
 
     A shard with fewer than 20 requested rows and fewer than five hosts is not checked.
     """

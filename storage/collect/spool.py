@@ -22,7 +22,7 @@ class SpooledImage:
 
     @property
     def jpeg(self) -> bytes:
-        """Bytes of the JPEG, read from the spool, which must still be open."""
+        """Bytes of the JPEG, read from the spool. Raises ValueError if the spool is closed."""
         return self.spool.read(self.offset, self.length)
 
 
@@ -62,7 +62,7 @@ class Spool:
         return SpooledImage(self, offset, len(image.jpeg), image.width, image.height, image.sha256, image.flags)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises ValueError if the spool is closed."""
+        """Return `length` bytes, starting at byte `offset`. Raises ValueError if the spool is closed."""
         with self._lock:
             data = os.pread(self._file.fileno(), length, offset)
         assert len(data) == length, f"{len(data)} of {length} bytes at {offset} of the spool"

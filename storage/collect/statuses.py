@@ -110,6 +110,6 @@ class Refused(Exception):
         self.status, self.detail, self.retry_after, self.host = status, detail, retry_after, host
 
     def bare(self) -> Self:
-        """Remove the traceback, which would keep the image's bytes in memory, and return the error."""
+        """Remove this error's traceback, and return the error. The traceback would keep the image's bytes in memory."""
         self.__traceback__ = self.__cause__ = self.__context__ = None
         return self

@@ -1,7 +1,7 @@
 """Import of WebDataset tars, such as img2dataset's: KEY.jpg (or another image) with KEY.txt, KEY.json or both.
 
-The webdataset library groups the members into samples without reading their contents. A text of more than MAX_MEMBER
-bytes is refused. Only the position of an image is recorded, so that the image can be read later.
+The webdataset library groups the members into samples without reading their contents. A .txt or .json of more than
+MAX_MEMBER bytes is refused. Only the position of an image is recorded, so that the image can be read later.
 """
 
 import itertools
@@ -44,7 +44,7 @@ class TarSet:
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
-        """Yield the rows of all samples (`_make_rows`). Raises ValueError if a tar is damaged."""
+        """Yield the rows of all samples in all tars. Raises ValueError if a tar is damaged."""
         numbers = itertools.count()
         for tar in self._tars:
             with open_object(self._store, tar.path) as stream:
@@ -99,7 +99,7 @@ def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: 
 
     If the sample has an image in a supported format, there is one row, for the first such image. Otherwise there is a
     row for each image in another format or, if the sample has only text, one row without an image. If the sample has no
-    URL, the path of the tar and the image's name (or the sample's key) replace it.
+    URL, the path of the tar and the image's name (or the sample's key) are used instead.
     """
     url, text, extra, fault = None, "", None, ""
     try:
@@ -129,7 +129,7 @@ def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: 
 
 
 def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
-    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError if this fails."""
+    """Return the fields of a sample's .json member, and its .txt member as `txt`. Raises ValueError for bad data."""
     fields = {}
     for extension in ("json", "txt"):
         if (member := members.get(extension)) is None:
@@ -148,7 +148,7 @@ def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:
 def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the fields with the URL, the caption and the licence.
 
-    A missing URL or caption is "", and a missing licence is left out.
+    The name of a missing URL or caption field is "". A missing licence field is left out.
     """
     by_lower = {name.lower(): name for name in fields}
     url, caption = (
