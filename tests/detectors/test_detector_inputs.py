@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from seeded import another_writer
 from tiny_detector import commit_images, image_file, image_sample, lively_norms, rectangles, seeded
-from torch import Tensor
+from torch import Tensor, nn
 
 from demo.serve import png_bomb
 from detectors.detect import DetectorSettings, FasterRCNNDetector
@@ -144,17 +144,23 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
     assert len({sample.regions.boxes.tobytes() for sample in found}) == len(found)
 
 
-def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_path: Path):
-    samples = [image_sample(n, halves(84, 112, GREEN, GREEN, top=n / 10)) for n in range(3)]
+@pytest.mark.parametrize(
+    ("colour", "bias", "named"), [(GREEN, 0, "activations"), (BLUE, np.inf, "class probabilities")]
+)
+def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_path: Path, colour, bias, named):
+    samples = [image_sample(n, halves(84, 112, colour, colour, top=n / 10)) for n in range(3)]
     samples.append(image_sample(3, *BAD[1][:2]))  # which it does not see
     with another_writer():
         catalog = commit_images(tmp_path, [samples])
-    detector = detector_of(colour_network())
+    network = colour_network()
+    nn.init.constant_(network.roi_heads.box_predictor.cls_score.bias, bias)
+    detector = detector_of(network)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"not all finite numbers, .* of all 3 images .* Nothing was committed"):
         detect_shard(catalog, "00000", detector)
     assert sorted(tmp_path.rglob("*")) == before
     assert catalog.pending("images", stage_of(detector)) == ["00000"]
+    assert named in str(detector.detect(samples[:1])[0])
 
 
 @pytest.mark.parametrize("resize", ["pil", "caffe"])

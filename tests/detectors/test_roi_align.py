@@ -69,3 +69,12 @@ def test_many_regions_are_pooled_some_at_a_time_to_the_same(monkeypatch):
     expected = roi_align([maps], rois, 3, SCALE)
     monkeypatch.setattr("detectors.roi_align._MAX_OUTPUTS", 100 * 3 * 3 * 4)
     torch.testing.assert_close(roi_align([maps], rois, 3, SCALE), expected, rtol=0, atol=0)
+
+
+def test_maps_in_half_precision_are_sampled_where_those_in_float32_are():
+    rois, maps = (
+        hostile_rois(3, 9, 12, 7),
+        torch.randn(3, 4, 9, 12, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    )
+    found = roi_align([maps], rois, 7, SCALE)
+    torch.testing.assert_close(found, roi_align([maps.float()], rois, 7, SCALE), rtol=0, atol=0)
