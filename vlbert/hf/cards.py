@@ -4,8 +4,8 @@
     vlbert card data ROOT DATASET                 # ROOT/DATASET/README.md
 
 CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model. All
-numbers are read from files, and missing ones are written as "not recorded". The templates are model_card.md.j2 and
-data_card.md.j2. More in docs/library.md and docs/images.md.
+numbers are read from files. A missing number is written as "not recorded". The templates are model_card.md.j2 and
+data_card.md.j2. See docs/library.md and docs/images.md.
 """
 
 import re
@@ -197,7 +197,7 @@ def _escape(facts: Any) -> Any:
 
 
 def put_card(store: ObjectStore, folder: str, card: str) -> None:
-    """Write a card to README.md in `folder`. Raises ValueError if this module did not write the existing README.md."""
+    """Write a card to `folder`/README.md. Raises ValueError if the file exists and was not written by this module."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
     if before and _MADE_BY.encode() not in before:

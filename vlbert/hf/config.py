@@ -27,7 +27,7 @@ IGNORED |= {"weights_only"}
 
 
 def _model_field(name: str) -> property:
-    """Make a property that returns the ModelConfig field `name`, which transformers may know by another name."""
+    """Make a property that returns the ModelConfig field `name`. The property has transformers' name for this field."""
     return property(lambda config: config.model[name])
 
 
@@ -38,7 +38,7 @@ class VLBertConfig(PretrainedConfig):
         VLBertConfig(layers="J" * 12, hidden_size=768)             # fields of vlbert.config.ModelConfig
         VLBertConfig(ModelConfig(), settings=VQASettings(answers=2))
 
-    Paths (task folders, initial weights of the Fast R-CNN) are not kept. Raises ValueError if a field is invalid.
+    Paths (task folders, initial weights of the Fast R-CNN) are removed. Raises ValueError if a field is invalid.
 
     Args:
         model: ModelConfig, or a dict of its fields. Its fields may also be given as keyword arguments.

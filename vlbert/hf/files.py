@@ -21,7 +21,7 @@ class ModelNotReadable(OSError, ValueError):
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
     """Return a model's local folder. If the model is on the hub, download its `files` first, all from the same commit.
 
-    `hub` has keyword arguments for `snapshot_download`. Raises TypeError for one that HUB does not list, and
+    `hub` has keyword arguments for `snapshot_download`. Raises TypeError if it has a name that is not in HUB, and
     ModelNotReadable if there is no such model.
     """
     if unknown := hub.keys() - HUB:
@@ -66,6 +66,6 @@ def find_folder(name: str | os.PathLike) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Return True if a name cannot be one on the hub, or if it has the form OWNER/NAME and OWNER is a local folder."""
+    """Return True if `name` cannot be a hub name, or if it has the form OWNER/NAME and OWNER is a local folder."""
     owner, _, rest = name.partition("/")
     return name.startswith(("/", ".", "~")) or "/" in rest or "://" in name or (bool(rest) and Path(owner).is_dir())

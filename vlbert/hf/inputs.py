@@ -129,13 +129,13 @@ def from_batch(batch: Batch) -> dict[str, Tensor]:
 def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
     """Rearrange per-image values into one row per text, with zeros for texts without an image.
 
-    `first[i]` is the batch row of text i. If a text has several choices, it is the row of the first choice.
+    `first[i]` is the batch row of text i or, if the text has several choices, of its first choice.
     """
     return torch.cat([values, torch.zeros_like(values[:1])])[batch.image_of[first]]
 
 
 def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
-    """Count the real elements in each row of `mask`. If it is None, all elements of `like` are real.
+    """Count the real elements in each row of `mask`. If `mask` is None, all elements of `like` are real.
 
     Raises ValueError if a real element follows padding.
     """
@@ -146,7 +146,7 @@ def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
 
 
 def _check_images(count: int, given: dict[str, Tensor]) -> None:
-    """Raise ValueError if the image inputs do not fit together, or if they are not for `count` images."""
+    """Raise ValueError if the image inputs (`given`, by name) do not fit together, or are not for `count` texts."""
     if not {"pixel_values", "visual_embeds"} & given.keys():
         if given:
             raise ValueError(f"{' and '.join(given)} need pixel_values or visual_embeds")

@@ -134,8 +134,8 @@ class VLBertPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the hub.
 
-        If the checkpoint was trained for another task, the model gets a new head, which starts from those parts of the
-        checkpoint's head that fit. A warning is logged if the new head must be trained first. Raises OSError if a
+        If the checkpoint was trained for another task, the model gets a new head. Parts of the checkpoint's head that
+        fit are copied to the new head. A warning is logged if the new head must be trained first. Raises OSError if a
         folder or file is missing or damaged, and ValueError if the weights do not fit the model.
 
         Args:
@@ -143,7 +143,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
             dtype: "auto" or float32. Use torch.autocast to compute in another type.
             device_map: Device for the whole model; "auto": a GPU if there is one.
             kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`.
-                Others are fields of the config, such as `num_labels`.
+                Other keywords are fields of the config, such as `num_labels`.
         """
         if dtype not in (None, "auto", "float32", torch.float32):
             raise ValueError(f"dtype is {dtype}; weights are float32. Use torch.autocast to compute in another type")
@@ -174,7 +174,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
-        """Return the config's task settings, or settings for a new head if the config has another task."""
+        """Return the config's task settings or, if the config's task is not this model's, settings for a new head."""
         if cls.new_settings is None or config.task == type(cls.new_settings).__name__:
             return config.task_settings
         recipe = ranking_recipe(saved.config) if isinstance(cls.new_settings, RetrievalSettings) else None
@@ -198,7 +198,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
 
 
 class VLBertModel(VLBertPreTrainedModel):
-    """The model without a head. It returns the encoder's vectors of words and regions, and takes no labels."""
+    """The model without a head. It returns the encoder's vectors for words and regions, and takes no labels."""
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(last_hidden_state=encoded.text, visual_last_hidden_state=encoded.regions)
@@ -291,7 +291,7 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
 
     Labels of `forward`:
         labels: int64 [B], the index of the correct choice, or -100 if it is unknown.
-        region_labels: int64 [B, R], each region's class, or -100 to ignore it; for models that predict these classes.
+        region_labels: int64 [B, R], each region's class, or -100 to ignore the region. Not used if region_loss="none".
     """
 
     new_settings = VCRSettings()
@@ -327,7 +327,7 @@ class VLBertForVisualCommonsenseReasoning(VLBertPreTrainedModel):
 class VLBertForReferringExpression(VLBertPreTrainedModel):
     """A model that finds the region to which an expression refers (RefCOCO+).
 
-    `labels` (float [N, R], 0 to 1) tell how well each region fits the expression. Usually, a region gets 1 if its IoU
+    `labels` (float [N, R], 0 to 1) say how well each region fits the expression. Usually, a region gets 1 if its IoU
     with the true box exceeds 0.5, otherwise 0.
     """
 
@@ -349,7 +349,7 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
 
     `labels` (int64 [N, 2]) hold two numbers per row. The first is the index of the matching pair from which the row was
     made. The second is 0 for the pair itself, 1 to W if its caption was replaced by a wrong one, and above W if its
-    image was. W is RetrievalSettings.wrong_captions.
+    image was replaced. W is RetrievalSettings.wrong_captions.
     """
 
     new_settings = RetrievalSettings()

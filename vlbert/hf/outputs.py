@@ -1,4 +1,4 @@
-"""Outputs of the models, as transformers' ModelOutput. Shape letters: vlbert/data/batch.py."""
+"""The output class of the models. Shape letters are those of vlbert/data/batch.py."""
 
 from dataclasses import dataclass
 
@@ -24,8 +24,8 @@ class VLBertOutput(ModelOutput):
         visual_last_hidden_state: The regions' vectors, [N, R, C'], whole image first. C' is region_hidden_size or C.
         hidden_states: With output_hidden_states: the text before the first layer and after each layer, [N, T, C].
         visual_hidden_states: The same for the regions, [N, R, C'].
-        attentions: With output_attentions: [N, heads, from, to] for each layer. A layer X has two, from text to regions
-            and from regions to text. In layers J, both dimensions are the text, the regions and [END].
+        attentions: With output_attentions: [N, heads, from, to] for each layer. A layer X has two: from text to regions
+            and from regions to text. In layers J, both `from` and `to` are the text, the regions and [END].
     """
 
     loss: Tensor | None = None

@@ -47,7 +47,7 @@ class VLBertProcessor(ProcessorMixin):
 
     Args:
         tokenizer: Tokenizer with the model's vocabulary. Raises ValueError if its size is not the config's vocab_size.
-        detector: Weight file of the detector that finds the regions of images without boxes; None: no detector.
+        detector: Weight file of the detector. It is needed only to find the regions of images without boxes.
     """
 
     attributes = ["tokenizer"]
@@ -95,7 +95,7 @@ class VLBertProcessor(ProcessorMixin):
 
         Args:
             images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
-            text: One text, or a list. With a list, the other arguments are lists, too, with one entry per text.
+            text: One text or a list. With a list, each of the other arguments is a list with one entry per text.
             boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in pixels of the given image. None: the detector
                 finds them.
             visual_embeds: Features of each image's boxes, float [n, D], if the model reads features. They are rounded
@@ -146,7 +146,7 @@ class VLBertProcessor(ProcessorMixin):
     def _make_sample(
         self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None
     ) -> Sample:
-        """Return a sample of the image, with regions from its boxes or the detector."""
+        """Make a sample of an image with the given or detected regions. `size` is needed only without an image."""
         if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
             raise ValueError("the model reads pixels, not visual_embeds")
         if visual_embeds is not None and boxes is None:
@@ -174,7 +174,7 @@ class VLBertProcessor(ProcessorMixin):
         return {"processor_class": type(self).__name__, "config": self.config.to_diff_dict()}
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Write processor_config.json, the tokenizer, vocab.txt and, if it is known, the detector's weight file."""
+        """Write processor_config.json, the tokenizer, vocab.txt and, if the file exists, the detector's weights."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / VOCABULARY).write_text(self.vocabulary.text(), encoding="utf-8")
@@ -187,7 +187,7 @@ class VLBertProcessor(ProcessorMixin):
     def from_pretrained(  # ty: ignore[incompatible-method-override] by name only
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
     ) -> Self:
-        """Load the processor of a model's folder, a run, a checkpoint, or a model on the hub.
+        """Load the processor of a model, given as a folder, a run, a checkpoint, or a name on the hub.
 
         Raises OSError if a folder is missing or has no vocabulary.
 
@@ -231,7 +231,7 @@ def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
 
 
 def _upright_size(image: str | Path | bytes | Image.Image) -> tuple[int, int]:
-    """Return the (width, height) of a readable image after its EXIF rotation."""
+    """Return the (width, height) of an image after it is rotated as its EXIF data says."""
     if not isinstance(image, Image.Image):
         image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FILE_FORMATS)
     return ImageOps.exif_transpose(image).size

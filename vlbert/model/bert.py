@@ -53,9 +53,9 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
     """Copy the weights of a BERT to a model and its head. Returns a sentence that lists the copied parts.
 
     `vlbert` gets BERT's embeddings and encoder. `head` gets the word classifier, the pooler and the relationship
-    classifier, if both it and this BERT have them. Everything else, such as [END], [IMG], segment C and the visual
-    parts, keeps its initial values. Raises ValueError if `name` is not a BERT, or if its configuration or vocabulary
-    does not match the model's.
+    classifier, if both the head and this BERT have them. All other parts, such as [END], [IMG], segment C and the
+    visual layers, keep their initial values. Raises ValueError if `name` is not a BERT, or if its configuration or
+    vocabulary does not match the model's.
     """
     config, tensors = _read(name)
     _check_shape(vlbert, config, name)
@@ -88,7 +88,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
 
 
 def _head_parts(head: Any, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
-    """Return the parts of a head that also occur in BERT: {description: [(module or parameter, its name in BERT)]}."""
+    """Return the parts of a head that BERT also has: {description: [(module or parameter, its name in BERT)]}."""
     parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
     if getattr(head, "word_transform", None) is not None:
         parts["word classifier"] = [
@@ -131,7 +131,7 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
 
 
 def _check_shape(vlbert: VLBert, config: "BertConfig", name: str) -> None:
-    """Raise ValueError if BERT's sizes, activation, kind of positions or LayerNorm epsilon differ from the model's."""
+    """Raise ValueError if BERT's sizes, activation, position type or LayerNorm epsilon differ from the model's."""
     ours = vlbert.config
     wanted = {
         "hidden_size": ours.hidden_size,

@@ -20,7 +20,7 @@ class VisualLinguisticEmbedding(nn.Module):
 
     A word gets the visual feature embedding of the whole image, unless the task assigns another region to it
     (TextInput.token_region). In rows without an image, it gets a learned vector instead. All regions of a row share the
-    first position after the text. [END] has the position after that.
+    first position after the text. [END] has the next position.
 
     Shape letters are those of vlbert/data/batch.py. L is the width of a visual feature embedding.
     """

@@ -40,7 +40,7 @@ class FastRCNN(nn.Module):
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the appearance features [K, D], like `forward`. `pixels` is the result of `network_input`."""
+        """Return the appearance features [K, D] of `forward`, given `pixels`, the result of `network_input`."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
         images, _ = batch.image_and_number()  # (K,)
         boxes = batch.of_real_regions(batch.boxes)  # (K, 4)
@@ -57,7 +57,7 @@ class FastRCNN(nn.Module):
 
         There is one tensor for each group of p images that are padded to the same size (see RegionConfig.padding), or a
         single tensor if BatchNorm is trained. Padding is zero. Masked regions are blanked if RegionConfig.masking is
-        "pixels". Raises ValueError if an image has no pixels, or if it is larger than the size of padding="fixed".
+        "pixels". Raises ValueError if an image has no pixels, or if it is larger than padding="fixed" allows.
         """
         with_pixels, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
         if with_pixels != images:
@@ -120,5 +120,5 @@ class FastRCNN(nn.Module):
 
 
 def _pad(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Add zeros on the right and below: [p, 3, h, w] -> [p, 3, height, width]."""
+    """Add zeros at the right and the bottom: [p, 3, h, w] -> [p, 3, height, width]."""
     return F.pad(pixels, (0, width - pixels.shape[3], 0, height - pixels.shape[2]))

@@ -1,9 +1,9 @@
-"""The encoder: post-norm layers of multi-head attention and feed-forward (paper 3.1, equations 1 to 4; ViLBERT 2.2).
+"""The encoder: post-norm Transformer layers (paper 3.1, equations 1 to 4; ViLBERT 2.2).
 
 Nothing is computed for padding: layers get only the real elements, packed row after row. Shape letters, in addition to
 those of vlbert/data/batch.py:
 
-    S  elements of a padded row                       L  real elements, over all rows
+    S  elements of a padded row                       L  real elements, in all rows
     s  real elements of the longest row               E  elements of a padded row of the region stream
     A  width of queries, keys and values              C'  width of the region stream; C with layers J
 """
@@ -46,7 +46,7 @@ class Streams:
     region_lengths: Sequence[int]
 
     def joined(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Concatenate each row's text and regions. Returns them [N, T + E, C], their mask, and the row lengths."""
+        """Concatenate each row's text and regions. Returns the result [N, T + E, C], its mask, and the row lengths."""
         return (
             torch.cat([self.text, self.regions], dim=1),
             torch.cat([self.text_mask, self.region_mask], dim=1),
@@ -62,7 +62,7 @@ class AttentionMap:
         layer: index of the layer, counted from 0.
         letter: kind of the layer, as in ModelConfig.layers.
         queries: stream whose elements attend; "both" means the text followed by the regions.
-        keys: stream to which they attend.
+        keys: stream whose elements are attended to.
         weights: float [N, heads, queries, keys]. The weights of each query sum to 1 and are 0 at padded keys. In rows
             without any keys, all weights are 0.
     """
@@ -135,7 +135,7 @@ class Packing:
     def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
         """Expand attention maps from compact to padded rows: [N, heads, s, s'] -> [N, heads, S, S'].
 
-        `self` is the packing of the queries, `keys` that of the keys. Padded keys get the weight 0. A padded query gets
+        `self` packs the queries, and `keys` packs the keys. Padded keys get the weight 0. A padded query gets
         the weights of the last real query before it.
         """
         query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
@@ -224,7 +224,10 @@ class CoAttentionLayer(nn.Module):
     def forward(
         self, text: Tensor, regions: Tensor, text_pack: Packing, region_pack: Packing, maps: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the layer to packed text [L, C] and regions [L', C']. `maps` gets the weights of the words first."""
+        """Apply the layer to packed text [L, C] and regions [L', C'].
+
+        If `maps` is given, the attention weights of the text are appended to it, and then those of the regions.
+        """
         rate = self.text.attention_dropout
         words, boxes = self.text.project(text, text_pack), self.regions.project(regions, region_pack)
         text_attended = attend(words[0], *boxes[1:], text_pack, region_pack, rate, maps)
@@ -255,7 +258,7 @@ class Encoder(nn.Module):
         """Return the streams after all layers. Their padding is zero.
 
         Args:
-            attentions: list to which each layer appends its attention map. A layer X appends two, the text's map first.
+            attentions: list to which each layer appends its map. A layer X appends two: the text's, then the regions'.
             hidden_states: list to which each layer appends its output.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
@@ -270,7 +273,11 @@ class Encoder(nn.Module):
         attentions: list[AttentionMap] | None,
         hidden_states: list[Streams] | None,
     ) -> Streams:
-        """Run consecutive layers: J on the concatenated streams if `joint`, else T, V and X on separate streams."""
+        """Run the layers with the consecutive indices `numbers`.
+
+        If `joint`, all of them are joint layers (J) and run on the concatenated text and regions. Otherwise, they are
+        text layers (T), region layers (V) and co-attention layers (X), and run on separate streams.
+        """
         padded: dict[Stream, tuple[Tensor, Tensor, Sequence[int]]] = {
             "text": (streams.text, streams.text_mask, streams.text_lengths),
             "regions": (streams.regions, streams.region_mask, streams.region_lengths),

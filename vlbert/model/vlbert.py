@@ -1,4 +1,4 @@
-"""The model VLBert, which turns a batch of captions and images into contextual vectors of words and regions."""
+"""The VLBert model. It turns a batch of captions and images into contextual vectors of words and regions."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ class Encoded:
 
     Attributes:
         text: float [N, T, C].
-        regions: float [N, R, C'], where C' is C, or region_hidden_size if the config has one.
+        regions: float [N, R, C'], where C' is region_hidden_size if the config sets it, otherwise C.
         appearance: float [K, D], appearance features of the real regions of all images, in image order.
         attentions: if requested, the attention maps of all layers. VL-BERT's [END] is the last region. The task token
             is left out, so the weights of a query may sum to less than 1.
@@ -37,7 +37,7 @@ class Encoded:
 class VLBert(nn.Module):
     """The model without a head: Fast R-CNN features, input embeddings and the encoder (paper, figure 1).
 
-    Load a trained one with `VLBertModel.from_pretrained(NAME).vlbert` (vlbert.hf).
+    Load a trained model with `VLBertModel.from_pretrained(NAME).vlbert` (vlbert.hf).
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):

@@ -35,7 +35,7 @@ class Map:
 
     @property
     def strength(self) -> np.ndarray:
-        """The busiest head's weights, [T, R], scaled: 0 and 1 are the extreme weights of all heads (figure 3)."""
+        """The busiest head's weights [T, R], scaled so that the weights of all heads range from 0 to 1."""
         lowest, highest = self.weights.min(), self.weights.max()
         return (self.weights[self.busiest] - lowest) / max(highest - lowest, 1e-12)
 
@@ -61,7 +61,7 @@ def make_maps(prediction: Prediction) -> list[Map]:
 
 
 def select_regions(maps: list[Map]) -> list[int]:
-    """Return the sorted indices of the regions to draw, which get the most attention. Index 0 is the whole image."""
+    """Return the sorted indices of the MAX_REGIONS regions that get the most attention. Index 0 is the whole image."""
     received = np.max([layer.strength[:MAX_WORDS].max(0) for layer in maps], axis=0)
     return sorted(np.argsort(-received, kind="stable")[:MAX_REGIONS].tolist())
 

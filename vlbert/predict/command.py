@@ -12,7 +12,7 @@
 
 CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model and its
 task's head. Only checkpoints for retrieval, or for pre-training with the relationship head, can rank. A drawing of
-the prediction is saved next to the image. More in docs/library.md.
+the prediction is saved next to the image. See docs/library.md.
 """
 
 import sys
@@ -76,7 +76,7 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
 
 
 def _get_changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the changes that the command line makes to the checkpoint's recipe: {dotted name of a field: value}."""
+    """Return the command line's changes to the checkpoint's recipe, as a dict from dotted field name to value."""
     if not fields:
         return {}
     return named_fields(override(recipe_of(open_checkpoint(options.checkpoint, tensors=False)), fields), fields)
@@ -99,7 +99,7 @@ def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
 
 
 def output_file(options: Options) -> Path:
-    """Return the file for the drawing of the prediction. Raises ValueError if it is the input image."""
+    """Return the path of the drawing to write. Raises ValueError if it is the path of the input image."""
     kind = "answer" if options.text is not None or options.mask_regions else "regions"
     image = Path(options.inputs[0])
     out = options.out or image.with_name(f"{image.stem}-{kind}.png")

@@ -20,7 +20,7 @@ class Prediction:
 
     Attributes:
         sample: The image as datasets store it, with its regions.
-        names: Name of each region: its number, from 1, and its class if the detector has class names.
+        names: Name of each region: its number, counted from 1, and its class if the detector has class names.
         row: The task's prediction (Task.predictions in vlbert/tasks/base.py); None if there are only regions.
         batch: The model's input. It has one row per choice, or a single row.
         tokens: Tokens of each row of `batch`, including special tokens.
@@ -45,7 +45,7 @@ class Prediction:
         return int(np.argmax(self.row["probabilities"])) if self.row and len(self.tokens) > 1 else 0
 
     def lines(self) -> list[tuple[str, float | None]]:
-        """Return the lines to print, such as the question and the answers. A line may have a probability."""
+        """Return the lines to print, such as the question and the answers, each with its probability or None."""
         if self.row is None:
             return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
         row = self.row
@@ -66,7 +66,7 @@ class Prediction:
         return lines
 
     def draw(self) -> Image.Image:
-        """Draw the image with the boxes of the answer or, if there is none, with all regions."""
+        """Draw the image with the answer's boxes. If there is no answer, all regions are drawn."""
         if self.row is None:
             boxes = zip(self.sample.require_regions().boxes, range(1, len(self.names) + 1), self.names, strict=True)
         else:

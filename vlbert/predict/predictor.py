@@ -1,4 +1,4 @@
-"""Predictions for your own images, with a checkpoint and its detector in one process."""
+"""Predictions for your own images. A checkpoint's model and its detector run in one process."""
 
 import functools
 import warnings
@@ -101,7 +101,7 @@ class Predictor:
         return Prediction(sample, names, add_class_names(row, names, classes), batch, tokens, encoded)
 
     def make_batch(self, sample: Sample, annotation: Any) -> Batch:
-        """Make a batch of one example. `sample` has regions; `annotation` is made by `task.annotation_for`."""
+        """Make a batch of one example from a sample with regions and an annotation of the model's task."""
         prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
         return collate([self.task.example(sample, prepared, annotation, np.random.default_rng(0))])
 

@@ -41,7 +41,7 @@ NO_HINTS = Hints()
 class Published(ABC):
     """The model in a checkpoint file of the authors. It maps the file's keys to our tensor names.
 
-    The plain name of a key lacks the prefixes of training wrappers, and is the name in the authors' latest code.
+    The plain name of a key is its name in the authors' latest code, without the prefixes of training wrappers.
     """
 
     task: Any  # settings of the task; None: a model without heads
@@ -57,13 +57,13 @@ class Published(ABC):
 
     @property
     def hints(self) -> Hints:
-        """The hints with which `from_shapes` infers this model."""
+        """The hints that `from_shapes` needs to infer this model."""
         return Hints((self.model.num_heads,))
 
     @staticmethod
     @abstractmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, renamed as in the authors' latest code."""
+        """Remove the prefixes of training wrappers from a key, and rename it as in the authors' latest code."""
 
     def in_file(self, name: str) -> str:
         """Return the key under which the authors' code saves the tensor with this plain name."""
@@ -94,14 +94,14 @@ class Published(ABC):
 
     @staticmethod
     def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
-        """Make report entries from {our name: plain name}. Raises ValueError if a plain name is None."""
+        """Make float32 report entries from a dict {our name: plain name}. Raises ValueError if a plain name is None."""
         if unknown := [name for name, key in theirs.items() if key is None]:
             raise ValueError(f"their code has no such model: it lacks {unknown[0]}")
         return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
 
     @cached_property
     def skeleton(self) -> dict[str, Tensor]:
-        """The model's tensors by our names. They are on the meta device, so they have shapes but no data."""
+        """The model's tensors, keyed by our names. They are on the meta device, so they have shapes but no data."""
         with torch.device("meta"):
             parts = {"vlbert": VLBert(self.model, self.vocab_size), "head": self.head()}
         states = {part: module.state_dict() for part, module in parts.items()}
@@ -124,5 +124,5 @@ def has_any(shapes: Iterable[str], prefix: str | tuple[str, ...]) -> bool:
 
 
 def count(shapes: Iterable[str], pattern: str) -> int:
-    """Match a pattern against all names, and count the different values of its group, such as layer indices."""
+    """Match a pattern against all names, and count the different values of its capture group, such as layer indices."""
     return len({match.group(1) for match in (re.match(pattern, name) for name in shapes) if match})

@@ -5,9 +5,9 @@
     vlbert convert pytorch_model_9.bin OUT --vocabulary vocab.txt
 
 The model is inferred from the file's keys. OUT is a model folder (docs/formats.md), which
-`VLBertModel.from_pretrained(OUT)` and `--init_from OUT` read. Its published.json records what each key of the file
-became. Tensors that have no counterpart here are kept in published.safetensors. With these files, converting back gives
-bit-identical tensors.
+`VLBertModel.from_pretrained(OUT)` and `--init_from OUT` read. Its published.json records how each key was
+converted. Tensors that have no counterpart here are kept in published.safetensors. With these files, converting back
+gives bit-identical tensors.
 """
 
 import json
@@ -39,7 +39,7 @@ REPORT, KEPT = "published.json", "published.safetensors"
 def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tuple[dict[str, Tensor], list[dict]]:
     """Convert the authors' tensors to ours (float32). Returns the tensors, and a report with an entry for each key.
 
-    An entry has `theirs` (the key), `dtype`, and either `ours` or `kept`. `ours` is our name for the tensor; keys of
+    An entry has `theirs` (the key), `dtype`, and either `ours` or `kept`. `ours` is our name for the tensor. Keys of
     identical tensors share a name. `kept` is the shape of a tensor that has no counterpart here and is stored
     separately. A tensor that the file lacks becomes zeros if the file's task does not read it. Raises ValueError if a
     key is unexpected, if a required one is missing, or if a tensor is invalid.
@@ -69,7 +69,10 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
 
 
 def _find_problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
-    """Return what is wrong with a tensor, or "" if it is valid. `tensors` are those that were converted before it."""
+    """Return what is wrong with one of the authors' tensors, or "" if it is valid.
+
+    `entry` is its expected report entry. `wanted` gives our shapes. `tensors` are those converted before it.
+    """
     if not entry:
         return "no model of this kind has it"
     shape = entry["kept"] if "kept" in entry else list(wanted[entry["ours"]].shape)
@@ -91,8 +94,8 @@ def _dtype(tensor: Tensor) -> str:
 def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], source: str) -> dict[str, Tensor]:
     """Convert our tensors back to the authors' tensors, with the keys and dtypes in the report.
 
-    `kept` has the tensors without a counterpart here, by key; missing ones become zeros. Raises ValueError if the
-    report does not fit the tensors.
+    `kept` has the tensors without a counterpart here, by key. Tensors that it lacks become zeros. `source` names the
+    report in messages. Raises ValueError if the report does not fit the tensors.
     """
     restored: dict[str, Tensor] = {}
     converted: dict[tuple[str, str], Tensor] = {}  # keys of identical tensors share memory, and are stored once
@@ -129,7 +132,7 @@ def identify(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
 
 
 def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hints = NO_HINTS) -> list[dict]:
-    """Convert a published file to a model folder, and return the report. Raises ValueError if the file is invalid."""
+    """Convert a published file to a model folder. Returns `convert`'s report. Raises ValueError for an invalid file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists; give a new folder, or an empty one")
     theirs = read_tensors(file)
@@ -157,7 +160,7 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
 
 
 def to_theirs(folder: Path, file: Path) -> list[dict]:
-    """Convert a model folder to a file for the authors' code, and return the report.
+    """Convert a model folder to a file for the authors' code. Returns a report like `convert`'s.
 
     If `to_ours` made the folder, the tensors are bit-identical to the published ones. Raises ValueError if the authors'
     code does not support the model.
@@ -185,7 +188,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
 
 
 def _to_published(saved: Checkpoint, folder: Path) -> Published:
-    """Describe one of our models as a published one. Raises ValueError if the authors' code lacks its task."""
+    """Make a Published from one of our models. Raises ValueError if the authors' code lacks the model's task."""
     config, uri = saved.config, f"{folder}/{CONFIG}"
     kinds = {kind.__name__: kind for kind in TASKS.values()}
     vilbert = saved.model_config.embedding == "separate"
@@ -227,9 +230,9 @@ def convert_checkpoint(
         source: a published checkpoint file, or a model folder
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: number of attention heads, if not as published; for a ViLBERT, three: text, regions, co-attention
-        task: for a fine-tuned ViLBERT: the task whose heads to convert
-        task_token: for 12-in-1: the task's row in the table of task tokens, from 0
+        num_heads: number of attention heads, if not as published; a ViLBERT needs three (text, regions, co-attention)
+        task: for a fine-tuned ViLBERT: the task whose heads are converted
+        task_token: for 12-in-1: the task's row in the table of task tokens, counted from 0
     """
     hints = Hints(num_heads, task, task_token)
     report = to_theirs(source, out) if source.is_dir() else to_ours(source, out, vocabulary, hints)

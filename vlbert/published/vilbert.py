@@ -104,7 +104,7 @@ TASKS = {name: type(recipe().task) for name, recipe in _RECIPES.items()}  # name
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
-    """Yield (their name, our name) for each module of an encoder. The authors number each kind of layer separately."""
+    """Yield (authors' name, our name) for each encoder module. The authors number each kind of layer separately."""
     counts = dict.fromkeys(("layer", "v_layer", "c_layer"), 0)
     for number, letter in enumerate(layers):
         kind, parts = _PARTS[letter]
@@ -114,7 +114,7 @@ def layer_names(layers: str) -> Iterator[tuple[str, str]]:
 
 
 def map_names(layers: str) -> dict[str, str]:
-    """Return {their name: our name} for the parameters of the embedding, the encoder and the pre-training heads."""
+    """Return a dict from the authors' parameter names to ours, for the embedding, encoder and pre-training heads."""
     regions, of_streams = _ONE_STREAM if "J" in layers else _TWO_STREAMS
     modules = dict(layer_names(layers))
     modules |= {theirs: f"vlbert.embedding.{ours}" for theirs, ours in _TEXT.items()}
@@ -125,7 +125,7 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Return {their name: our name} for the parameters of a task's classifier, or {} if their code has none like it."""
+    """Map the authors' parameter names to ours for a task's classifier. Returns {} if their code lacks it."""
     if isinstance(task, VQASettings):
         known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
         layers, kinds = known.get(task.classifier, ({}, {}))
@@ -163,7 +163,7 @@ class PublishedViLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers, renamed as in the authors' latest files.
+        """Remove the prefixes of training wrappers from a key, and rename it as in the authors' latest files.
 
         In older files, LayerNorms have gamma and beta instead of weight and bias. In files without heads, keys lack the
         prefix "bert.".
@@ -173,10 +173,10 @@ class PublishedViLBert(Published):
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedViLBert":
-        """Infer the model from the shapes of its tensors. Settings that shapes do not show have their published values.
+        """Infer the model from the shapes of its tensors. The shapes do not show all settings.
 
-        These values are the order of layers (see `_infer_layers`) and, unless `hints` has the numbers of heads, 64
-        channels per attention head of the text, and 128 per head of the regions and of co-attention.
+        The order of layers is the published one (see `_infer_layers`). Unless `hints` has the numbers of attention
+        heads, each head has 64 channels for the text, and 128 for the regions and for co-attention.
         """
         model = _infer_model(shapes, hints)
         vocab_size, _ = cls.matrix(shapes, _WORDS)
@@ -204,7 +204,7 @@ class PublishedViLBert(Published):
         return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
 
     def _unused_layers(self) -> Shapes:
-        """Return {key: shape} of the co-attention tensors that are in the authors' files but unused in their code."""
+        """Return the shapes, by key, of the co-attention tensors in the authors' files that their code does not use."""
         inputs = self.model.coattention.hidden_size
         widths = zip(_UNUSED, (self.model.regions_stream.hidden_size, self.model.hidden_size), strict=True)
         return {
@@ -216,7 +216,7 @@ class PublishedViLBert(Published):
 
 
 def is_vilbert(shapes: Iterable[str]) -> bool:
-    """Return True if these plain names are those of a ViLBERT or of its single-stream baseline."""
+    """Return True if the plain names in `shapes` are those of a ViLBERT or of its single-stream baseline."""
     return has_any(shapes, (f"{_ONE_STREAM[0]}.", f"{_TWO_STREAMS[0]}.", "bert.encoder.c_layer."))
 
 

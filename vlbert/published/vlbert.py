@@ -105,20 +105,20 @@ class PublishedVLBert(Published):
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Return a key without the prefixes of training wrappers and without VCR's "_module." (see `in_file`)."""
+        """Remove the prefixes of training wrappers and VCR's "_module." (see `in_file`) from a key."""
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """Return the authors' key for a plain name. In VCR, a wrapper that runs the four choices adds "_module."."""
+        """Return the authors' key for a plain name. In VCR, the key contains "_module.", added by a wrapper."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model from the shapes of its tensors. Settings that shapes do not show have their published values.
+        """Infer the model from the shapes of its tensors. The shapes do not show all settings.
 
-        These values are 64 channels per attention head (unless `hints` has the number of heads), the stride in 1x1
-        convolutions, a dilated res5, the padding of images, and VCR's sigmoid, image size (600/1200) and subtask.
+        The others have their published values: 64 channels per head (unless `hints` has the number of heads), the
+        stride in 1x1 convolutions, a dilated res5, image padding, and VCR's loss, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, so num_heads must be one number; {len(hints.num_heads)} are given")
@@ -164,7 +164,7 @@ class PublishedVLBert(Published):
 
 
 def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
-    """Replace our prefix in a tensor name with the authors'. Returns None if no prefix in `pairs` matches."""
+    """Replace our prefix in a tensor name with the authors' prefix. Returns None if no prefix in `pairs` matches."""
     for theirs, ours in pairs:
         if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
             return theirs.format(*match.groups()) + name[match.end() :]
