@@ -199,7 +199,11 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run a step's forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
+    """Run the forward and backward passes of a step for all `parts` of its batch.
+
+    Returns the losses of the last part and, for each part, the result of `sum_losses`. `waited` is how many seconds
+    this rank waited for the batch.
+    """
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part

@@ -30,7 +30,7 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
     Every rank must call this, with losses of the same names.
 
     Returns:
-        A tensor on the device (float64 [2 * number of losses + 2]): the sums of the losses, their divisors, the number
+        A tensor on the device (float64 [2 * number of losses + 2]): the sum of each loss, its divisor for the mean, the number
         of ranks on which a stop was requested, and the total seconds that the ranks waited for data.
     """
     sums = torch.stack([value.detach().double() for value, _ in losses.values()])
@@ -96,7 +96,7 @@ class RunningAverages:
     """Averages over the steps since the last log line. Call `reset` after each line.
 
     Attributes:
-        counts: Number of `skipped` steps, and counts that the caller adds, such as `unreadable`.
+        counts: Counts by name: "skipped" for skipped steps, and any that the caller adds, such as "unreadable".
         steps: Number of steps, including skipped ones.
     """
 
@@ -148,7 +148,7 @@ class RunningAverages:
         return means
 
     def seconds(self) -> tuple[float, float]:
-        """Return the training time of these steps, and the part of it spent waiting for batches, in seconds."""
+        """Return the seconds of training since the last log line, and how many of these were spent waiting for data."""
         return max(1e-9, time.monotonic() - self._began - self._paused), self._waited
 
 

@@ -106,10 +106,10 @@ def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """Return the function with this name in `recipes`, or the function that MODULE:FUNCTION names.
+    """Return the function with this name in `recipes` or, if the name is MODULE:FUNCTION, the function of that module.
 
-    MODULE may also be in the working directory. Raises ValueError if there is no such function. `kind` is the word for
-    the function in messages.
+    The module may be in the working directory. Raises ValueError if there is no such function. Error messages call the
+    function a `kind`.
     """
     if name in recipes:
         return recipes[name]
