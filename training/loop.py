@@ -201,8 +201,7 @@ def add_gradients(
 ) -> tuple[Losses, list[Tensor]]:
     """Run the forward and backward passes of a step for all `parts` of its batch.
 
-    Returns the losses of the last part and, for each part, the result of `sum_losses`. `waited` is how many seconds
-    this rank waited for the batch.
+    Returns the last part's losses, and the result of `sum_losses` for each part. `waited` is this rank's, in seconds.
     """
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):

@@ -30,8 +30,8 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
     Every rank must call this, with losses of the same names.
 
     Returns:
-        A tensor on the device (float64 [2 * number of losses + 2]): the sum of each loss, its divisor for the mean, the number
-        of ranks on which a stop was requested, and the total seconds that the ranks waited for data.
+        A tensor on the device (float64 [2 * number of losses + 2]): the sum of each loss, the divisors for their means,
+        the number of ranks on which a stop was requested, and the total seconds that the ranks waited for data.
     """
     sums = torch.stack([value.detach().double() for value, _ in losses.values()])
     host_values = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
@@ -114,7 +114,7 @@ class RunningAverages:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State to save in a checkpoint. It has no times, so that identical runs save identical states."""
+        """State to save in a checkpoint. Times are left out, so that identical runs save identical states."""
         return {"sums": dict(self._sums), "norms": list(self._norms), "counts": dict(self.counts)}
 
     @contextmanager

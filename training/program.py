@@ -73,7 +73,7 @@ def split_recipe(
 
 
 def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the recipe with all arguments applied: those of its function, such as --size, and its fields.
+    """Return the recipe with all arguments applied: its function's arguments, such as --size, and recipe fields.
 
     Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """

@@ -1,4 +1,4 @@
-"""Stop a run on SIGTERM or Ctrl-C (SIGINT): it finishes its step, saves and exits."""
+"""Stop a run on SIGTERM or Ctrl-C (SIGINT): the run finishes its step, saves and exits."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """Raised after a run received SIGTERM or SIGINT and saved a checkpoint, which the message names."""
+    """Raised after a run received SIGTERM or SIGINT and saved a checkpoint. The message names the checkpoint."""
 
 
 class Stop:

@@ -138,7 +138,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return the store and folder of a checkpoint or model. Raises ValueError if the run or folder `path` has none."""
+    """Return a checkpoint's or model's store and folder. Raises ValueError if the run or folder at `path` has none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:

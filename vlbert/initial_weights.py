@@ -63,7 +63,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the first of these: the checkpoint's vocabulary, recipe.vocabulary, BERT's, one built from captions."""
+    """Return the vocabulary of the checkpoint, recipe.vocabulary or BERT (the first given), or one of the captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:

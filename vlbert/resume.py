@@ -80,7 +80,7 @@ def start_or_resume(
 def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
     """If a run is complete, delete its old checkpoints and return the message that `vlbert train` prints.
 
-    Returns None if the run is not complete, or on any error, because `vlbert train` will report it. Loads no tensors.
+    Returns None if the run is not complete, and on any error (`vlbert train` reports errors). Loads no tensors.
     """
     try:
         check_complete(recipe)

@@ -108,7 +108,7 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missi
 
     `<name>_shuffled` is the metric when each text has the image of another example. `<name>_grounding_gap` is the
     difference: the part that is due to the right image, not to biases in texts or images. Metrics named `chance*` do
-    not depend on the image, so they get neither value. If `missing` is not 0, it is returned as metric "unreadable".
+    not depend on the image, so they get neither value. If `missing` is not 0, it is added as "unreadable".
     """
     metrics = task.metrics(rows)
     if shuffled:

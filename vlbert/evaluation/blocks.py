@@ -33,7 +33,7 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return the saved predictions of each batch, by the index of its first example.
+        """Return the saved predictions of each batch, by the index of the batch's first example.
 
         Raises ValueError if a file is damaged.
         """

@@ -167,7 +167,7 @@ def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) 
 
 @dataclass(frozen=True)
 class _Urls:
-    """A replacement for ShardSamples that has only the URLs. They suffice for a task to find its examples."""
+    """A replacement for ShardSamples that has only what a task needs to find its examples: the URLs."""
 
     urls: list[str]
     withdrawn: Collection[str]

@@ -1,4 +1,4 @@
-"""Recipes: one function per task and model, which returns the full configuration of a run.
+"""Recipes: functions that return the full configuration of a run, one function per task and model.
 
 `vlbert train finetune_vqa --size large` trains finetune_vqa(size="large"):
 
@@ -6,8 +6,8 @@
     features  end_to_end: a Fast R-CNN is trained with the model; precomputed: vectors that the detector stored
     variant   whether to follow the paper or the authors' code where they differ
 
-A recipe and its run have the same name. It includes the size and, unless they are the defaults, the features and the
-variant: finetune_vqa_large_paper. The number of steps is epochs x examples / batch, with 3.3 M captions, 213 k
+By default, a run has the name of its recipe. The name includes the size and, unless they are the defaults, the features
+and the variant: finetune_vqa_large_paper. The number of steps is epochs x examples / batch, with 3.3 M captions, 213 k
 questions of VCR, 444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
 `data.batch` is global: batch = GPUs x gradient_accumulation x examples per GPU and pass. The learning rate does not
 depend on the number of GPUs.
