@@ -82,7 +82,7 @@ class Writer:
         self.submit(path, functools.partial(self.store.put, path, data))
 
     def submit(self, path: str, job: Callable[[], object]) -> None:
-        """Queue a function that writes the file at `path`. The function is called until the storage accepts the write."""
+        """Queue a function that writes the file at `path`. The function is retried until the storage accepts it."""
         with self._changed:
             self._raise()
             self._jobs[path] = job

@@ -70,7 +70,7 @@ def check_decay(config: OptimizerConfig, steps: int) -> None:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Create the optimizer, with one parameter group per pair of peak learning rate and weight decay.
 
-    Parameters named with a prefix in `model.bert_parameters`, an optional attribute, get `bert_learning_rate`.
+    Parameters whose names start with a prefix in `model.bert_parameters` (optional) get `bert_learning_rate`.
     """
     bert_prefixes = tuple(getattr(model, "bert_parameters", ()))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}

@@ -63,7 +63,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the vocabulary of the checkpoint, recipe.vocabulary or BERT (the first given), or one of the captions."""
+    """Return the vocabulary of `checkpoint`, recipe.vocabulary or recipe.bert. If none is given, build one from captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:

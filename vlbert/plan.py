@@ -3,7 +3,7 @@
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
 Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from the rates in THROUGHPUT. A rate
-holds only for the settings with which it was measured. For an unknown rate, the output has the command to measure it.
+holds only for the settings with which it was measured. If a rate is unknown, the output names a command to measure it.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue a batch's predictions. `first` is its first example. Once a minute, save the queue and return True."""
+        """Queue a batch's predictions. `first`: index of its first example. Once a minute, save the queue, return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

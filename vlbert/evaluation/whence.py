@@ -59,7 +59,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run that starts from a checkpoint records about the checkpoint (`init_from` in docs/formats.md)."""
+    """Return what a run records about the checkpoint that it starts from (`init_from` in docs/formats.md)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model

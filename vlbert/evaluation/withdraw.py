@@ -50,7 +50,7 @@ def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
 def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
     """Withdraw URLs and their images, including the same images from other URLs.
 
-    Returns the newly withdrawn ones of `urls`, the manifest rows with any of `urls`, and all URLs of the images.
+    Returns those of `urls` that are newly withdrawn, the manifest rows of `urls`, and all URLs of the images.
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))

@@ -125,7 +125,7 @@ def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", var
 
     Variant paper has 256 expressions per step (4.2.3 and A.2).
 
-    To use detected regions, with the ground truth added in training: --task.regions detected --task.adds_ground_truth.
+    To use detected regions, and add the ground truth in training: --task.regions detected --task.adds_ground_truth.
     The regions are taken from the shards (data.detector) or, as in the paper's table, from MAttNet's file in
     task.folder: --task.detections FILE.
     """
