@@ -63,7 +63,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the vocabulary of `checkpoint`, recipe.vocabulary or recipe.bert. If none is given, build one from captions."""
+    """Return the vocabulary of `checkpoint`, recipe.vocabulary or recipe.bert, or build one from the captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
