@@ -50,7 +50,7 @@ class Writer:
     Files are written in the order in which they were queued. A new version of a file replaces one that is still queued.
     If the storage refuses a write (StorageUnreachable: unreachable, full or forbidden), this is logged once, and the
     write is retried until it succeeds. Any other error is raised by the next call of a method. On exit, the context
-    manager waits until all files are written, and raises StorageUnreachable with the names of those that cannot be.
+    manager waits until all files are written. If some cannot be written, StorageUnreachable is raised with their names.
 
     Attributes:
         log: Prints a line.
@@ -82,7 +82,7 @@ class Writer:
         self.submit(path, functools.partial(self.store.put, path, data))
 
     def submit(self, path: str, job: Callable[[], object]) -> None:
-        """Queue a function that writes the file at `path`. It is called again until the storage accepts the write."""
+        """Queue a function that writes the file at `path`. The function is retried until the storage accepts it."""
         with self._changed:
             self._raise()
             self._jobs[path] = job
@@ -157,8 +157,8 @@ def write_checkpoint(
 ) -> str:
     """Queue a checkpoint to be written, and return its path. Old checkpoints are removed afterwards.
 
-    First waits until the previous checkpoint is written. If the storage refuses writes, it does not wait, and the new
-    checkpoint replaces the previous one in the queue. The tensors are copied before this function returns.
+    This function first waits until the previous checkpoint is written. But if the storage refuses writes, the new
+    checkpoint replaces the previous one in the queue at once. The tensors are copied before this function returns.
 
     Args:
         files: Contents of all files except state.json, by name.

@@ -63,7 +63,7 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """Return the first line of the error if it means that another rank ended or hangs, or None for other errors."""
+    """Return the error's first line if the error means that another rank ended or hangs, or None otherwise."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     line = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
     return line if from_gloo or isinstance(error, dist.DistError) else None
@@ -75,7 +75,7 @@ def stop(world: World) -> None:
 
 
 def sum_over_ranks(numbers: Tensor, world: World) -> None:
-    """Sum a tensor in place over all ranks. Every rank must call this. It does not wait for the device."""
+    """Sum a tensor in place over all ranks, without waiting for the device. Every rank must call this."""
     if world.size > 1:
         dist.all_reduce(numbers)
 

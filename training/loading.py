@@ -65,7 +65,7 @@ def _move(item: Any, device: torch.device) -> Any:
 
 
 class _ErrorsAsItems(Dataset):
-    """A dataset that returns EXPECTED errors as items, because DataLoader would turn them into traceback text."""
+    """A dataset that returns EXPECTED errors as items. If raised, DataLoader would turn them into traceback text."""
 
     def __init__(self, data: Dataset):
         self.data = data

@@ -63,7 +63,7 @@ class RunLog:
     """The log files of one run. Rank 0 writes them to ROOT/runs/<run>/ (docs/formats.md, Logs of a run).
 
     Args:
-        writer: Writes all files of the log in its thread.
+        writer: Writer whose thread writes the files of the log.
         step: Number of optimizer steps done so far.
         processes: Number of ranks.
         metadata: Additional heartbeat fields.
@@ -188,7 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log unreadable samples that are new, and print the first. Return the number found so far in training data."""
+        """Log new unreadable samples, and print the first of these. Return the number found in training data so far."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -253,7 +253,7 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group metrics by dataset. A metric of a dataset is named `<dataset>/<metric>`, and `<metric>` exists as well.
+    """Group the metrics named `<dataset>/<metric>` by dataset, if `metrics` has `<metric>` as well.
 
     Other names with a slash, such as accuracy/yes/no (the accuracy on yes/no questions), are left out.
     """

@@ -199,7 +199,10 @@ def finish_step(
 def add_gradients(
     run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float
 ) -> tuple[Losses, list[Tensor]]:
-    """Run a step's forward and backward passes. Return the losses of the last part, and `sum_losses` of each part."""
+    """Run the forward and backward passes of a step for all `parts` of its batch.
+
+    Returns the last part's losses, and the result of `sum_losses` for each part. `waited`: seconds of waiting for data.
+    """
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # ranks exchange gradients after the last part

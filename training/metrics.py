@@ -30,8 +30,8 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
     Every rank must call this, with losses of the same names.
 
     Returns:
-        A tensor on the device (float64 [2 * number of losses + 2]): the sums of the losses, their divisors, the number
-        of ranks on which a stop was requested, and the total seconds that the ranks waited for data.
+        A tensor on the device (float64 [2 * number of losses + 2]): the sum of each loss, the divisors for their means,
+        the number of ranks on which a stop was requested, and the total seconds that the ranks waited for data.
     """
     sums = torch.stack([value.detach().double() for value, _ in losses.values()])
     host_values = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
@@ -96,7 +96,7 @@ class RunningAverages:
     """Averages over the steps since the last log line. Call `reset` after each line.
 
     Attributes:
-        counts: Number of `skipped` steps, and counts that the caller adds, such as `unreadable`.
+        counts: Counts by name: "skipped" for skipped steps, and any that the caller adds, such as "unreadable".
         steps: Number of steps, including skipped ones.
     """
 
@@ -114,7 +114,7 @@ class RunningAverages:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State to save in a checkpoint. It has no times, so that identical runs save identical states."""
+        """State to save in a checkpoint. Times are left out, so that identical runs save identical states."""
         return {"sums": dict(self._sums), "norms": list(self._norms), "counts": dict(self.counts)}
 
     @contextmanager
@@ -148,7 +148,7 @@ class RunningAverages:
         return means
 
     def seconds(self) -> tuple[float, float]:
-        """Return the training time of these steps, and the part of it spent waiting for batches, in seconds."""
+        """Return the seconds of training since the last log line, and how many of these were spent waiting for data."""
         return max(1e-9, time.monotonic() - self._began - self._paused), self._waited
 
 

@@ -70,7 +70,7 @@ def check_decay(config: OptimizerConfig, steps: int) -> None:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Create the optimizer, with one parameter group per pair of peak learning rate and weight decay.
 
-    `bert_learning_rate` applies to parameters whose names start with a prefix in `model.bert_parameters`, if it exists.
+    Parameters whose names start with a prefix in `model.bert_parameters` (optional) get `bert_learning_rate`.
     """
     bert_prefixes = tuple(getattr(model, "bert_parameters", ()))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -95,9 +95,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
-    """Return the factor of the peak learning rate at an update, counted from 1.
+    """Return the learning rate at an update, counted from 1, as a fraction of the peak learning rate.
 
-    The factor rises linearly to 1 over the warmup. Then the linear schedule decreases it to 0 at the last update
+    The fraction rises linearly to 1 over the warmup. Then the linear schedule decreases it to 0 at the last update
     (`updates`), as in the authors' code. The step schedule multiplies it by `decay` after each update in `decay_at`.
     """
     if update < config.warmup_steps:
@@ -108,7 +108,7 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step (from 0)."""
+    """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step, counted from 0."""
     # The schedule has one more update than the run, so that the last update does not have learning rate 0.
     factor = learning_rate_factor(step + 1, steps + 1, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At

@@ -1,8 +1,8 @@
 """Set the precision of matrix products and convolutions: bfloat16 autocast, float32, or TF32 on GPUs.
 
 bfloat16 is used in the forward and backward passes. Weights, optimizer, RoIAlign, LayerNorms, the encoder's
-residual sums and the losses stay float32. In the ResNet, frozen norms are folded into the weights in float32, and the
-blocks' outputs are bfloat16. With TF32, a GPU rounds the inputs of float32 products to 10 bits of mantissa. TF32 is
+residual sums and the losses stay float32. The ResNet's frozen BatchNorms are folded into its weights in float32, and
+its blocks output bfloat16. With TF32, a GPU rounds the inputs of float32 products to 10 bits of mantissa. TF32 is
 torch's default for convolutions.
 """
 

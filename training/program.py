@@ -73,7 +73,7 @@ def split_recipe(
 
 
 def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the recipe with all arguments applied: those of its function, such as --size, and its fields.
+    """Return the recipe with all arguments applied: its function's arguments, such as --size, and recipe fields.
 
     Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """
@@ -106,10 +106,10 @@ def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
-    """Return the function with this name in `recipes`, or the function that MODULE:FUNCTION names.
+    """Return the function with this name in `recipes` or, if the name is MODULE:FUNCTION, the function of that module.
 
-    MODULE may also be in the working directory. Raises ValueError if there is no such function. `kind` is the word for
-    the function in messages.
+    The module may be in the working directory. Raises ValueError if there is no such function. Error messages call the
+    function a `kind`.
     """
     if name in recipes:
         return recipes[name]

@@ -1,4 +1,4 @@
-"""Stop a run on SIGTERM or Ctrl-C (SIGINT): it finishes its step, saves and exits."""
+"""Stop a run on SIGTERM or Ctrl-C (SIGINT): the run finishes its step, saves and exits."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """Raised after a run received SIGTERM or SIGINT and saved a checkpoint, which the message names."""
+    """Raised after a run received SIGTERM or SIGINT and saved a checkpoint. The message names the checkpoint."""
 
 
 class Stop:
@@ -48,9 +48,9 @@ class Stop:
 
 
 def ignore_group_signals() -> None:
-    """Ignore SIGINT in a loading process, and exit on SIGTERM only if the parent sent it.
+    """Make a data loading process ignore SIGINT, and exit on SIGTERM only if the signal comes from its parent.
 
-    Terminals and launchers signal whole process groups, but a stopping run still needs the batches of its last step.
+    Terminals and launchers send signals to whole process groups. A run that is stopping still needs its last batches.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -24,7 +24,7 @@ MakeTracker = Callable[[TrackedRun], Any]
 
 
 class Trackers:
-    """The trackers of a run. If a tracker raises an error, this is reported once and the tracker is removed."""
+    """The trackers of a run. If a tracker raises an error, the error is reported and the tracker is removed."""
 
     def __init__(self, makers: Mapping[str, MakeTracker], run: TrackedRun, log: Callable[[str], None]):
         self._log, self._trackers = log, {}

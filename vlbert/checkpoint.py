@@ -44,7 +44,7 @@ MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model or checkpoint read from a folder. `model` has the tensors "vlbert.*" and "head.*", if loaded."""
+    """A model or checkpoint read from a folder. `model` has the tensors, named "vlbert.*" and "head.*", if loaded."""
 
     folder: Folder
     config: dict
@@ -138,7 +138,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return the store and folder of the checkpoint or model at a path. Raises ValueError if the path names none."""
+    """Return a checkpoint's or model's store and folder. Raises ValueError if the run or folder at `path` has none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -244,7 +244,7 @@ def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
 
 
 def check_saved(task: Any, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if attributes in `task.saved`, which define what outputs mean, differ from the checkpoint's."""
+    """Raise ValueError if an attribute in `task.saved`, such as the list of answers, differs from the checkpoint's."""
     for name in task.saved:
         now, before = getattr(task, name), checkpoint.saved.get(name)
         if before is None or now == before:  # None: a converted model may lack the attribute

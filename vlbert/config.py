@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def coattention(self) -> "StreamSize":
-        """Size of the co-attention layers (X in `layers`). intermediate_size is unused: the streams' values apply."""
+        """Size of the co-attention layers (X in `layers`). intermediate_size is 0, because each stream has its own."""
         return StreamSize(self.coattention_size or self.hidden_size, self.coattention_num_heads or self.num_heads, 0)
 
     def word_rows(self, vocab_size: int) -> int:

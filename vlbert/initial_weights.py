@@ -63,7 +63,7 @@ def check_one_dataset(recipe: Recipe) -> None:
 def choose_vocabulary(
     recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
 ) -> Vocabulary:
-    """Return the checkpoint's vocabulary, else recipe.vocabulary's, else BERT's, else one built from the captions."""
+    """Return the vocabulary of `checkpoint`, recipe.vocabulary or recipe.bert, or build one from the captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
     if recipe.vocabulary:
@@ -85,7 +85,10 @@ def make_model(
     resumed: Checkpoint | None,
     report: Callable[[str], None],
 ) -> TaskModel:
-    """Make the model, with the weights of `resumed` or, in a new run, with the recipe's initial weights."""
+    """Make the model of a run. A resumed run gets the weights of `resumed`, a new run its recipe's initial weights.
+
+    `init_from` is the checkpoint that recipe.init_from names. `report` prints where the initial weights come from.
+    """
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:
@@ -119,7 +122,7 @@ def make_model(
 
 
 def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
-    """Load the checkpoint's whole head if task and shapes are the same, else only the parts in task.pretrained_parts.
+    """Load the checkpoint's whole head if its task and shapes match, else only the parts in task.pretrained_parts.
 
     Returns the names of the loaded parts, joined by commas, or "all" or "none".
     """

@@ -3,7 +3,7 @@
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
 Fields of the recipe can be set too, such as --data.batch 512. Hours are computed from the rates in THROUGHPUT. A rate
-holds only for the settings with which it was measured. If it is unknown, the output names the command that measures it.
+holds only for the settings with which it was measured. If a rate is unknown, the output names a command to measure it.
 """
 
 import asyncio
@@ -82,9 +82,9 @@ _DETECTOR = DetectionConfig(preset="vg_resnet101", random_init=True, device="cud
 
 
 def pretraining_rate(recipe: Recipe, card: str) -> Figure | None:
-    """Return the known number of image-caption pairs per second, or None if it is unknown.
+    """Return the pre-training rate in image-caption pairs per second, or None if it is unknown.
 
-    It was measured with the recipe's model and precision, but perhaps with another batch size or other data.
+    The rate holds for the recipe's model and precision. The batch size and the data may have been different.
     """
     if recipe.activation_checkpointing or recipe.compile:
         return None
@@ -192,7 +192,7 @@ def sample_rows(rows: Iterable[CaptionRow], size: int) -> tuple[int, list[Captio
 
 
 async def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> list[Figure]:
-    """Download sampled rows. Return the share with a distinct image, bytes per image, and rows per second."""
+    """Download sampled rows. Return the share that gave a distinct image, bytes per image, and rows per second."""
     distinct = list({row.key: row for row in rows if not row.status}.values())
     begin = time.monotonic()
     with Spool() as spool:
@@ -211,7 +211,7 @@ async def download_sample(rows: list[CaptionRow], settings: PlanSettings) -> lis
 
 
 def _stage(name: str, size: float, work: float, rate: Figure | None, price: float, cards: int) -> dict[str, Any]:
-    """Return a stage's name, bytes, hours, euros and source of the rate. If `rate` is None, so are hours and euros."""
+    """Return a stage's name, bytes, hours, euros and rate source. If `rate` is None, hours and euros are None."""
     if rate is None:
         command = {"detect": "benchmarks.detect", "pre-train": "benchmarks.rehearsal"}[name]
         source, hours = f"no rate known for these settings; measure it: python -m {command}", None

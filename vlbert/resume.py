@@ -48,7 +48,7 @@ def start_or_resume(
 ) -> tuple[OpenedData, TaskModel, torch.optim.Optimizer, Mapping[str, Any]] | None:
     """Start a run, or resume it from its last checkpoint. Returns None if the run is complete.
 
-    The last returned value is the content of the checkpoint's state.json, {} in a new run.
+    The last returned value is the content of the checkpoint's state.json, or {} in a new run.
 
     Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint's.
     """
@@ -78,9 +78,9 @@ def start_or_resume(
 
 
 def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
-    """If a run is complete, delete its surplus checkpoints and return the message that `vlbert train` prints.
+    """If a run is complete, delete its old checkpoints and return the message that `vlbert train` prints.
 
-    Otherwise, or if there is an error (which `vlbert train` then reports), return None. No tensors are loaded.
+    Returns None if the run is not complete, and on any error (`vlbert train` reports errors). Loads no tensors.
     """
     try:
         check_complete(recipe)
@@ -124,7 +124,7 @@ def _fields(recipe: dict) -> dict[str, object]:
 
 
 def _completion_message(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """Return the message that the run is complete, or None if steps are left."""
+    """Return a message that the run is complete, or None if steps are left."""
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
@@ -140,7 +140,7 @@ def open_data(
 ) -> OpenedData:
     """Open the data of a new run, or the data that the checkpoint of a resumed run records.
 
-    The vocabulary is taken from `start`, if given. Raises ValueError if the data of a resumed run has changed.
+    The vocabulary comes from checkpoint `start`, if given. Raises ValueError if the data of a resumed run has changed.
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
@@ -171,7 +171,7 @@ def open_data(
 def _open_datasets(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Return open_samples' result for each dataset, sorted by name. Raises ValueError if their detectors differ."""
+    """Open all datasets with open_samples, in order of their names. Raises ValueError if their detectors differ."""
     cache, opened = open_cache(store, config), []
     for name in sorted(config.datasets):
         before = saved_of(resumed, name) if resumed else None
@@ -182,7 +182,7 @@ def _open_datasets(
 
 
 def _count_classes(opened: list[tuple[ShardSamples, dict]], needed: bool) -> int:
-    """Return the number of region classes, common to all datasets, or 0 if it is unknown and not `needed`."""
+    """Return the number of region classes, or 0 if unknown and not `needed`. Raises ValueError if datasets differ."""
     first_regions = [(pinned["dataset"], find_readable(samples).require_regions()) for samples, pinned in opened]
     known = needed or any(regions.class_probs is not None for _, regions in first_regions)
     classes = [(dataset, regions.num_classes if known else 0) for dataset, regions in first_regions]

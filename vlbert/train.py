@@ -43,7 +43,7 @@ Observe = Callable[[int, Sequence[Batch]], None]
 
 @dataclass(eq=False, kw_only=True)
 class VLBertRun(Run):
-    """A training run as one process sees it, made by vlbert.train.prepare."""
+    """One process's part of a training run. vlbert.train.prepare makes it."""
 
     recipe: Recipe
     model: TaskModel
@@ -125,9 +125,10 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """If dataset `number` has a newer snapshot, read it from draw `boundary` on. Returns True if there is one.
+    """If the dataset at index `number` has a newer snapshot, switch to it. Returns True if there is one.
 
     A newer snapshot has new shards, or revised ones (images were requested again, or samples were withdrawn).
+    `boundary` is the first draw from the newer snapshot, counted over all epochs of the dataset (vlbert/data/order.py).
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
@@ -163,7 +164,7 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
 
 
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
-    """Start a run, or resume it from its last checkpoint (vlbert/resume.py). Returns None if it is complete."""
+    """Start a run, or resume it from its last checkpoint (vlbert/resume.py). Returns None if the run is complete."""
     store = open_store(recipe.data.root)
     started = start_or_resume(recipe, store, world, report)
     if started is None:

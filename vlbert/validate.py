@@ -107,8 +107,8 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missi
     """Return a task's metrics and, if `shuffled` predictions are given, two more values for each metric.
 
     `<name>_shuffled` is the metric when each text has the image of another example. `<name>_grounding_gap` is the
-    difference: the part that is due to the right image, not to biases in texts or images. Metrics `chance*` have
-    neither, because they do not depend on the image. If examples are `missing`, their number is "unreadable".
+    difference: the part that is due to the right image, not to biases in texts or images. Metrics named `chance*` do
+    not depend on the image, so they get neither value. If `missing` is not 0, it is added as "unreadable".
     """
     metrics = task.metrics(rows)
     if shuffled:
@@ -119,5 +119,5 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missi
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:
-    """Return "; the last because ..." for the end of an error message, or "" if `unreadable` is empty."""
+    """Return the last sample's reason as "; the last because ...", to end an error message, or "" without samples."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

@@ -2,7 +2,7 @@
 
     vlbert recipes        prints the rules as a table; docs/models.md explains some
 
-`apply(recipe, variant)` applies all rules. Variant `published` follows the authors' code, which their checkpoints need.
+`apply(recipe, variant)` applies all rules. Variant `published` follows the authors' code, as their checkpoints require.
 Variant `paper` follows the paper. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
 """
 

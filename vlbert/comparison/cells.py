@@ -43,7 +43,7 @@ class Cell:
     Attributes:
         task: Name of the task to fine-tune on; None: pre-train.
         fields: Command-line arguments with which the recipe was made.
-        needs: Cell that pre-trains the model to start from; None: start without pre-training.
+        needs: Pre-training cell that this cell starts from; None: start without pre-training.
         split: Split to evaluate on; None: no evaluation, because the cell pre-trains.
     """
 
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
-        """Data, task and model fields (except the seed) that `fields` set, by name. The evaluation sets them, too."""
+        """Changes to data, task and model fields, except the seed, by name. They apply to the evaluation as well."""
         changes = named_fields(self.recipe, self.fields).items()
         parts = ("data.", "task.", "model.")
         return {name: value for name, value in changes if name.startswith(parts) and name != "data.seed"}
@@ -82,7 +82,7 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
     """Return all cells of a plan, ordered by seed, with pre-training before the fine-tuning that depends on it.
 
     `fields` are `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant.
-    Without it, the field is set in all cells. Multiple values are separated as in a shell. Raises ValueError if a
+    Without a scope, the field is set in all cells. Multiple values are separated as in a shell. Raises ValueError if a
     recipe or field does not exist or is invalid.
     """
     scoped, cells = [_parse_field(field, plan) for field in fields], []

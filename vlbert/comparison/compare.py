@@ -87,7 +87,7 @@ class Comparison:
         return not self.stopping
 
     def _run_in_process(self, cell: Cell, needed: Future[bool] | None, local: threading.local, output: Path) -> bool:
-        """Run a cell in a process once `needed`, the cell that it depends on, is done. Return True on success."""
+        """Run the cell in a process, after its pre-training (`needed`) if there is any. Return True on success."""
         if cell.needs and needed and not needed.result() and not self.stopping:
             return self._fail(cell, f"not started: its pre-training {cell.needs.run} failed")
         threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()

@@ -27,9 +27,9 @@ class Interval:
 def interval(scores: np.ndarray) -> Interval:
     """Return the mean of scores [seeds, examples] with its 95 % confidence interval.
 
-    To compare two models, pass the difference of their scores, so that both are resampled alike. The interval combines
-    the variation over examples (bootstrap) and over seeds (Student's t): the width of each side is the root of the sum
-    of the squares of the two widths. With one seed, only the variation over examples counts.
+    To compare two models, pass the difference of their scores, so that the same examples are resampled for both. The
+    interval combines the variation over examples (bootstrap, width b) and over seeds (Student's t, width t): on each
+    side of the mean, its width is sqrt(b² + t²). With one seed, t is 0.
     """
     mean, over_seeds = float(scores.mean()), _width_over_seeds(scores.mean(1))
     low, high = np.quantile(_resample_means(scores.mean(0)), [(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2])

@@ -37,7 +37,7 @@ class ComparedTask:
         metric: Name of a metric in metrics.json. It must be the mean of the examples' scores in `column`.
         column: Column of predictions.parquet.
         within: None if the column has scores. If it has ranks, a rank up to `within` scores 1, others 0.
-        chance: Name of the metric in metrics.json for a random guess; None if there is none.
+        chance: Name of the metric in metrics.json that is the score of random guesses; None if there is none.
     """
 
     title: str

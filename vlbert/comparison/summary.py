@@ -32,8 +32,8 @@ class Evaluation:
 def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of a comparison's numbers.json.
 
-    `failed` maps the names of failed runs, which are left out, to reasons. If the evaluations of a task are invalid, or
-    not all on the same examples, the task has no numbers, and its `problem` gives the reason.
+    `failed` maps the name of each failed run to the reason. These runs are not in the means. If a task's evaluations
+    are invalid or on different examples, the task has no numbers, and its `problem` gives the reason.
     """
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
@@ -131,7 +131,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
 
 
 def score_of(value: Any, within: int | None) -> float:
-    """Return an example's score: `value` or, with `within`, the fraction of the ranks in it up to `within`."""
+    """Return an example's score: `value` or, if `value` has ranks, the fraction of these that are at most `within`."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 

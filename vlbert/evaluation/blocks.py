@@ -33,7 +33,7 @@ class Blocks:
         self._written = time.monotonic()
 
     def read(self) -> dict[int, Predicted]:
-        """Return the saved predictions of each batch, by the index of its first example.
+        """Return the saved predictions of each batch, by the index of the batch's first example.
 
         Raises ValueError if a file is damaged.
         """
@@ -47,7 +47,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue the predictions of the batch at example `first`. Once a minute, save the queue and return True."""
+        """Queue the predictions of the batch that begins at example `first`. Each minute, save all and return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

@@ -58,9 +58,9 @@ def load_task_model(
 ) -> tuple[TaskModel, Recipe]:
     """Load a checkpoint's model with its head, in eval mode, and return it with its recipe.
 
-    `recipe` defaults to the one that the checkpoint was trained with. Its task and model settings are replaced by the
-    checkpoint's, and then `changes` are applied, such as {"task.folder": "vqa"}. A pre-trained checkpoint is accepted
-    if the task can be used without fine-tuning (Task.zero_shot_head); the task settings of `recipe` are then kept.
+    `recipe` defaults to the recipe that the checkpoint was trained with. Its task and model settings are replaced by
+    the checkpoint's. Then `changes`, such as {"task.folder": "vqa"}, are applied. A pre-trained checkpoint is accepted
+    if the task can be used without fine-tuning (Task.zero_shot_head). `recipe` then keeps its own task settings.
     Raises ValueError if the checkpoint has no head, or was trained for another task.
     """
     config, uri = checkpoint.config, checkpoint.uri
@@ -160,7 +160,7 @@ def evaluate(
 
 
 def find_evaluation(recipe: Recipe, path: str, split: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metrics.json of an existing evaluation, or None if there is none or it cannot be read."""
+    """Return the metrics.json of an evaluation of the checkpoint at `path`, or None if it is missing or unreadable."""
     try:
         names = [_find_uri(path)]
         return read_summary(*output_folder(None, names, split, inputs_of(recipe, names, split, changes)))

@@ -52,7 +52,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The rebuilt examples of a training step, text-only ones last, and its unreadable samples."""
+    """The rebuilt examples of a training step, with text-only examples last, and the step's unreadable samples."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -134,7 +134,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
 
 
 def write_replay(path: str, step: int, settings: ReplaySettings = ReplaySettings()) -> Path:
-    """Write the HTML page of a training step, and return its path. Raises ValueError as `replay` does."""
+    """Write the HTML page of a training step, and return the page's path. See `replay` for the arguments and errors."""
     out = Path(settings.out) if settings.out else None
     if out and not out.parent.is_dir():
         raise ValueError(f"--out={out}: there is no folder {out.parent}")
@@ -181,7 +181,7 @@ def _format_label(value: np.ndarray) -> str:
 
 
 def _draw_regions(example: Example, image: ImageInput) -> str:
-    """Draw the regions on the image, numbering masked, mentioned and labelled ones. Return an <img> src."""
+    """Draw the regions on the image, and number those masked, mentioned or labelled. Return the src of an <img>."""
     mentioned = {number for text in example.texts for number in text.token_region.tolist()}
     masked = set(np.flatnonzero(image.masked).tolist())
     labelled = [int(number) for mask in image.label_masks.values() for number in np.flatnonzero(mask)]

@@ -74,7 +74,7 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, changes: M
 
 
 def output_folder(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
-    """Return the store and path prefix to write to. Raises ValueError if another evaluation is already there."""
+    """Return the store and path prefix for an evaluation's files. Raises ValueError if another evaluation is there."""
     if out is None:
         root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:
@@ -107,7 +107,7 @@ def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
 def summarise(
     predicted: Sequence[SplitPredictions], rows: Sequence[dict], split: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the content of metrics.json, and all other files except the page, by name. `rows` are all predictions."""
+    """Return the content of metrics.json, and the other files except the page, by name. `rows` are all predictions."""
     first, task = predicted[0], predicted[0].task
     files = {PREDICTIONS: _encode_parquet(rows, type(task).__name__)}
     metrics = metrics_of(task, rows, [row for each in predicted for row in each.shuffled])
@@ -167,7 +167,7 @@ def _encode_parquet(rows: Sequence[dict], task: str) -> bytes:
 
 
 def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dict[str, Any]) -> None:
-    """Write the files of an evaluation. If metrics.json exists, all other files do, because it is written last."""
+    """Write the files of an evaluation. metrics.json is written last, so if it exists, the evaluation is complete."""
     for name, data in files.items():
         store.put(folder + name, data)
     store.put(folder + METRICS, (json.dumps(summary, indent=1) + "\n").encode())

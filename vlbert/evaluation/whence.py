@@ -8,9 +8,9 @@
 CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN (its newest checkpoint) or ROOT/runs/RUN/best. Steps count from 1, as
 in metrics.jsonl. docs/provenance.md says what is known about unreadable samples.
 
-No log is needed. A checkpoint records the seed, the dataset weights and the snapshots of its run. They determine the
-order of the samples, which is computed again (vlbert/data/order.py). A run that starts from a checkpoint copies that
-record, so fine-tuning can be traced back to pre-training even if the pre-training checkpoint has been deleted.
+No log is needed. A checkpoint records the seed, the dataset weights and the snapshots of its run. From this record, the
+order of the samples is computed again (vlbert/data/order.py). A run that starts from a checkpoint copies its record, so
+fine-tuning can be traced back to pre-training even if the pre-training checkpoint has been deleted.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the record of a checkpoint for the runs that start from it (`init_from` in docs/formats.md)."""
+    """Return what a run records about the checkpoint that it starts from (`init_from` in docs/formats.md)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model
@@ -111,7 +111,7 @@ class TrainedRun:
         ]
 
     def store_of(self, dataset: str, stage: str, snapshot: str) -> tuple[ObjectStore, str]:
-        """Return the storage root that has a snapshot, and the path there. Raises ValueError if no root has it."""
+        """Return the root that has a snapshot, and the snapshot's path in it. Raises ValueError if no root has it."""
         path = f"{dataset}/{stage}/snapshots/{snapshot}.parquet"
         for store in self.roots:
             if store.exists(path):
@@ -120,7 +120,7 @@ class TrainedRun:
         raise ValueError(f"{places} is missing; put it back, or name the checkpoint in its root: ROOT/runs/RUN")
 
     def steps_of(self, number: int) -> np.ndarray:
-        """Return the steps, counted from 1, at which samples of dataset `number` were drawn: int32 [samples]."""
+        """Return the step, counted from 1, of each draw from the dataset at index `number`: int32 [draws]."""
         slots, weights = self.record["step"] * self.record["batch"], [data["weight"] for data in self.record["data"]]
         parts = []
         for start in range(0, slots, _CHUNK):
@@ -167,7 +167,7 @@ def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) 
 
 @dataclass(frozen=True)
 class _Urls:
-    """A replacement for ShardSamples with only the URLs, from which a task can find its examples."""
+    """A replacement for ShardSamples that has only what a task needs to find its examples: the URLs."""
 
     urls: list[str]
     withdrawn: Collection[str]
@@ -259,7 +259,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the rows of samples that were seen, with their steps (schema TABLE). `samples` must be sorted."""
+    """Return the rows that were seen, with their steps (schema TABLE). `samples` (sorted) were seen at `steps`."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1
@@ -295,7 +295,7 @@ def find_rows(store: ObjectStore, path: str, column: str, values: frozenset[str]
 
 
 def describe_uses(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], bool]:
-    """Return lines of text about each use of an image (URL or key) by these runs, and whether there was any."""
+    """Return lines of text about each use of an image (URL or key) by these runs, and True if there was any use."""
     column, values = "key" if _KEY.fullmatch(image) else "url", frozenset([image])
     rows, lines, urls, licenses = [], [], {}, set()
     for trained in runs:

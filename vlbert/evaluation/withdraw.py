@@ -36,7 +36,7 @@ _MAX_PRINTED = 5  # maximum number of URLs to print
 
 
 def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
-    """Return the committed rows of withdrawn images as dicts: dataset, stage, shard, url, sha256 and status."""
+    """Return the manifest rows of withdrawn images as dicts: dataset, stage, shard, url, sha256 and status."""
     rows = []
     for (dataset, stage), shards in sorted(Inventory(store).manifests.items()):
         names, catalog = sorted(shards), Catalog(store, dataset)
@@ -50,7 +50,7 @@ def committed_rows(store: ObjectStore, withdrawn: Withdrawn) -> list[dict]:
 def withdraw_urls(store: ObjectStore, urls: Collection[str]) -> tuple[Withdrawn, list[dict], frozenset[str]]:
     """Withdraw URLs and their images, including the same images from other URLs.
 
-    Returns which of `urls` are newly withdrawn, the committed rows with one of `urls`, and all URLs of the images.
+    Returns those of `urls` that are newly withdrawn, the manifest rows of `urls`, and all URLs of the images.
     """
     new = withdraw(store, urls)
     rows = committed_rows(store, Withdrawn(frozenset(urls)))
@@ -71,7 +71,7 @@ def revise_shards(store: ObjectStore) -> int:
 
 
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """Return lines of text: which checkpoints have seen these URLs, and for which this is unknown."""
+    """List, as lines of text, the checkpoints that have seen any of these URLs and those for which this is unknown."""
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")

@@ -1,4 +1,4 @@
-"""Recipes: one function per task and model, which returns the full configuration of a run.
+"""Recipes: functions that return the full configuration of a run, one function per task and model.
 
 `vlbert train finetune_vqa --size large` trains finetune_vqa(size="large"):
 
@@ -6,11 +6,11 @@
     features  end_to_end: a Fast R-CNN is trained with the model; precomputed: vectors that the detector stored
     variant   whether to follow the paper or the authors' code where they differ
 
-The name of a recipe, and of its run, has the size and, unless they are the default, the features and the variant:
-finetune_vqa_large_paper. The number of steps is epochs x examples / batch, with 3.3 M captions, 213 k questions of VCR,
-444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
-`data.batch` is global: batch = GPUs x gradient_accumulation x the batch that one GPU computes at a time. The learning
-rate does not depend on the number of GPUs.
+By default, a run has the name of its recipe. The name includes the size and, unless they are the defaults, the features
+and the variant: finetune_vqa_large_paper. The number of steps is epochs x examples / batch, with 3.3 M captions, 213 k
+questions of VCR, 444 k of VQA's train2014, and 120 k expressions of RefCOCO+.
+`data.batch` is global: batch = GPUs x gradient_accumulation x examples per GPU and pass. The learning rate does not
+depend on the number of GPUs.
 """
 
 import itertools
@@ -57,6 +57,6 @@ main = Command("vlbert recipes", print_recipes)
 
 
 def _list_choices(kind: typing.Any) -> tuple:
-    """Return the allowed values of a type Literal[...] or Literal[...] | None, including None for the latter."""
+    """Return the values that a type allows: those of Literal[...] and, for Literal[...] | None, also None."""
     inner = typing.get_args(kind)
     return (None, *typing.get_args(inner[0])) if type(None) in inner else inner

@@ -116,7 +116,7 @@ def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
-    """Configure fine-tuning on VCR-like items with their own boxes: Q->A or, with --task.subtask rationale, QA->R."""
+    """Configure fine-tuning on VCR-like questions with annotated boxes. For QA->R, add --task.subtask rationale."""
     # Softmax over four choices, and no pooler: few new weights, because there are so few steps.
     task, config = VCRSettings(mask_size=4, loss="softmax", pooled=False), demo_model(model, features)
     if config.regions.features == "precomputed":  # these cover the whole box
@@ -131,7 +131,7 @@ def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
 
 
 def finetune_retrieval(model: Model, features: Features, name: str) -> Recipe:
-    """Configure fine-tuning on the demo's images with five captions each. Validation ranks 50 images."""
+    """Configure fine-tuning on retrieval. The demo's images have five captions each, and validation ranks 50 images."""
     # All models use cross-entropy, because nothing is learned from the hinge loss in so few steps.
     task = RetrievalSettings(file="dataset_demo.json", caption_length=100, loss="cross_entropy")
     recipe = _finetune(demo_model(model, features), task, name, steps=80)

@@ -72,7 +72,10 @@ def finetune_retrieval_unicoder_vl(size: Size = "base") -> Recipe:
 
 
 def finetune_vcr_unicoder_vl(size: Size = "base") -> Recipe:
-    """Configure fine-tuning on VCR (paper 4.2): 20 epochs, 48 questions per step. QA->R: --task.subtask rationale."""
+    """Configure fine-tuning on VCR (paper 4.2): 20 epochs, 48 questions per step.
+
+    For rationales (QA->R) instead of answers (Q->A), add --task.subtask rationale.
+    """
     task = VCRSettings(
         instance_masks=False,
         names="class",

@@ -111,7 +111,7 @@ def finetune_vqa_vilbert(size: Size = "base") -> Recipe:
 def finetune_vcr_vilbert(size: Size = "base") -> Recipe:
     """Configure fine-tuning on VCR: 20 epochs, 64 questions per step.
 
-    For the second run, QA->R: --task.subtask rationale --task.max_tokens 77.
+    For rationales (QA->R) instead of answers (Q->A), add --task.subtask rationale --task.max_tokens 77.
     """
     task = VCRSettings(
         max_tokens=57,

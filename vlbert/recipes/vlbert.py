@@ -1,7 +1,7 @@
 """Recipes of VL-BERT.
 
-Variant `published` follows the authors' code, and `paper` the paper, with the learning rates, batches and steps of its
-appendix A.2. vlbert/variants.py lists the other differences.
+Variant `published` follows the authors' code. Variant `paper` follows the paper, with the learning rates, batches and
+steps of its appendix A.2. vlbert/variants.py lists the other differences.
 """
 
 from collections.abc import Callable
@@ -64,9 +64,9 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
     The optimizer is SGD, and its learning rate falls at the end of epochs 14 and 18. The 64 x 4 choices are the 256
     triplets of question, answer and image in the paper (4.2.1).
 
-    Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` joins them for
-    Q->AR and the leaderboard's file. The authors trained size large on 4 GPUs or, without gradient accumulation
-    (--data.gradient_accumulation 1), on 16.
+    Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` combines the two
+    models for Q->AR and the leaderboard's file. The authors trained size large on 4 GPUs or, without gradient
+    accumulation (--data.gradient_accumulation 1), on 16.
     """
     name = _make_name("finetune_vcr", size, "precomputed" * (features == "precomputed"), variant)
     if size == "demo":
@@ -96,9 +96,9 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
 def finetune_vqa(size: Size = "base", features: Features | None = None, variant: Variant = "published") -> Recipe:
     """Configure fine-tuning on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
 
-    Variant paper trains end to end for 20 epochs (4.2.2 and A.2). The authors also trained on val2014. To do the same,
-    without validation: --task.train_on train2014 val2014 --data.held_out None --steps 12855 --validate_every 2571
-    --save_every 2571, and for variant paper --steps 51420.
+    Variant paper trains end to end for 20 epochs (4.2.2 and A.2). The authors also trained on val2014. To train on both
+    splits, without validation, add --task.train_on train2014 val2014 --data.held_out None --steps 12855
+    --validate_every 2571 --save_every 2571. For variant paper, the steps are --steps 51420.
     """
     paper = variant == "paper"
     features = features or ("end_to_end" if paper or size == "demo" else "precomputed")
@@ -123,9 +123,9 @@ def finetune_vqa(size: Size = "base", features: Features | None = None, variant:
 def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure fine-tuning on RefCOCO+, end to end: 20 epochs, 32 expressions per step, on ground-truth regions.
 
-    Variant paper: 256 expressions per step (4.2.3 and A.2).
+    Variant paper has 256 expressions per step (4.2.3 and A.2).
 
-    To use detected regions, with the ground truth added in training: --task.regions detected --task.adds_ground_truth.
+    To use detected regions, and add the ground truth in training: --task.regions detected --task.adds_ground_truth.
     The regions are taken from the shards (data.detector) or, as in the paper's table, from MAttNet's file in
     task.folder: --task.detections FILE.
     """
