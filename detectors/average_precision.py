@@ -27,7 +27,7 @@ class Detections:
 
 
 def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
-    """Return which detections are true positives, bool [K]. Detections with equal scores keep their order.
+    """Return which detections are true positives, bool [K]. Detections with equal scores are matched in their order.
 
     Args:
         boxes: The boxes of the annotated objects, float32 [G, 4] xyxy.
@@ -72,7 +72,7 @@ def class_results(labels: np.ndarray, scores: np.ndarray, true_positive: np.ndar
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return the mean average precision over `rows` from class_results.
+    """Return the mean average precision of the classes in `rows`, the result of class_results.
 
     `map50` is the plain mean. `map50_weighted` weights each class by its number of objects.
     """

@@ -26,7 +26,7 @@ _TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
 
 
 class Detectron2FasterRCNN(nn.Module):
-    """FasterRCNN built from detectron2's modules. Raises ValueError if detectron2 is missing or unsuitable."""
+    """FasterRCNN built with detectron2. Raises ValueError if detectron2 is missing or does not support a setting."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()

@@ -45,7 +45,7 @@ def read_bgr(image: LabelledImage) -> np.ndarray:
 
 
 def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """Read an image and resize it for the network, as BGR [H, W, 3]. Raises an error of BAD_IMAGE if it is unusable."""
+    """Read an image and resize it for the network, as BGR [H, W, 3]. Raises a BAD_IMAGE error if it is unusable."""
     size = resized_size(image.height, image.width, config)
     if min(size) < NARROWEST_INPUT:
         raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")

@@ -49,7 +49,7 @@ _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not i
 
 @dataclass(frozen=True, eq=False)
 class FeatureFile:
-    """A feature file or folder with one row per image. Opening reads the whole content once, to hash it."""
+    """A feature file or folder with one row per image. When it is opened, all its content is read and hashed."""
 
     path: Path
     names: Sequence[str]

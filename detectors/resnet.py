@@ -107,8 +107,8 @@ class NormedConv(nn.Conv2d):
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of a convolution that equals this one followed by its norm.
 
-        The norm's statistics are fixed. The backward pass through the folding is cheap, because the weight is much
-        smaller than the convolution's output.
+        The norm's statistics are fixed. Backpropagation through this computation is cheap, because the weight is
+        much smaller than the convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):

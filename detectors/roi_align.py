@@ -37,7 +37,7 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
 
 
 def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
-    """Return the boxes' samples [K * S * S, C]. `flat` has the cells of all maps, and `layout` is from _make_layout."""
+    """Return the boxes' samples [K * S * S, C]. `flat` is [cells of all maps, C]. `layout` is from _make_layout."""
     number, x1, y1, x2, y2 = rois.unbind(1)
     first, height, width = layout[number.long()].unbind(1)
     down, rows = _neighbours(y1 * scale, y2 * scale, size, height[:, None])
@@ -49,7 +49,7 @@ def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float)
 
 
 def _make_layout(groups: Sequence[Tensor]) -> Tensor:
-    """Return int64 [N, 3]: for each map, the index of its first cell among the cells of all maps, height and width."""
+    """Return each map's first cell (its index among the cells of all maps), height and width, int64 [N, 3]."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:
         number, _, height, width = maps.shape

@@ -47,7 +47,7 @@ def roi_pool_chunks(
 
 
 def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Divide intervals (input pixels) into `size` bins. Return the bins' first cells and exclusive ends [K, S]."""
+    """Divide intervals (input pixels) into `size` bins. Return their start and exclusive end cells, int64 [K, S]."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()  # rounded as in Caffe
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)  # float32, as in Caffe
@@ -56,7 +56,7 @@ def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: i
 
 
 def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
-    """Return log2 of the length of each bin of _compute_bins, rounded down, int64 [K, S]."""
+    """Return log2 of the length of each bin (from _compute_bins), rounded down, int64 [K, S]."""
     return (bins[1] - bins[0]).clamp(min=1).double().log2().floor().long()
 
 

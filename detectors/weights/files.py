@@ -1,4 +1,4 @@
-"""Weight files (safetensors) of the Faster R-CNN. A file is loaded completely or not at all. Its hash identifies it."""
+"""Weight files (safetensors) of the Faster R-CNN, identified by their hash and loaded completely or not at all."""
 
 import json
 import re

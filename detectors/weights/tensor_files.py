@@ -29,7 +29,7 @@ _MAX_EXPANSION = 4
 
 
 def strip_wrappers(key: str) -> str:
-    """Remove the prefixes that DataParallel and torch.compile add to a tensor's name: module._orig_mod.x becomes x."""
+    """Return a tensor's name without the prefixes of DataParallel and torch.compile: module._orig_mod.x becomes x."""
     return _WRAPPERS.sub("", key)
 
 
