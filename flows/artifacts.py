@@ -101,7 +101,7 @@ def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str,
 def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
     """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if it would be empty.
 
-    Metrics whose name has a slash, such as accuracy/yes/no, are left out, because there are too many of them.
+    Metrics whose names contain a slash, such as accuracy/yes/no, are left out, because there are too many of them.
     """
     rows = [
         (escape(name), "–" if value is None else f"{value:.3f}", escape(reported.get(name, "")))

@@ -3,7 +3,7 @@
     vlbert deploy [FILE]
 
 The deployments are created on the server at PREFECT_API_URL. `make serve` does this when it starts. Run the command
-again after changing the file. Plain `prefect deploy` creates no automations.
+again after changing the file. Plain `prefect deploy` does not create these automations.
 """
 
 import sys
@@ -82,7 +82,7 @@ def set_alarms() -> None:
 
 
 def deploy_file(file: Annotated[Path, Positional, tyro.conf.arg(metavar="FILE")] = Path("prefect.yaml")) -> None:
-    """Create the deployments in a file, and what they need, on the server at PREFECT_API_URL.
+    """Create the deployments in a file, their work pools and automations, on the server at PREFECT_API_URL.
 
     Args:
         file: file of deployments, such as prefect.yaml

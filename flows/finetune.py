@@ -53,8 +53,8 @@ def finetune(
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     """Return the location of the checkpoint with the initial weights and the vocabulary, or None.
 
-    With checkpoint `none`, the result is the last checkpoint of the pre-training run, of which only the vocabulary is
-    used, or None if `settings.pretraining` names no run.
+    With checkpoint `none`, the result is None if `settings.pretraining` names no run. Otherwise, it is the last
+    checkpoint of that run, and only its vocabulary is used.
     """
     if "/" in settings.checkpoint:
         return settings.checkpoint

@@ -156,7 +156,7 @@ def end_as_cancelled() -> None:
 def collect_garbage_in_thread() -> None:
     """From now on, collect garbage only in a separate thread, to avoid a deadlock on SQLite.
 
-    Garbage collection in the event loop's thread finalises SQLite cursors. It waits if another thread uses their
+    Garbage collection in the event loop's thread finalises SQLite cursors. This waits if another thread uses their
     connection. The other thread waits up to 60 s for the database lock, and the transaction that holds the lock waits
     for the event loop.
     """

@@ -99,7 +99,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server at PREFECT_API_URL responds, calling `check` repeatedly. Raises RuntimeError after 120 s."""
+    """Wait until the server at PREFECT_API_URL responds, and keep calling `check`. Raises RuntimeError after 120 s."""
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS

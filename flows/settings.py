@@ -144,7 +144,7 @@ class PretrainSettings:
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Settings of a fine-tuning run. It starts from a pre-trained checkpoint or, for comparison, without one."""
+    """Settings of a fine-tuning run. The run starts from a pre-trained checkpoint or, for comparison, without one."""
 
     __pydantic_config__ = FORM
 
