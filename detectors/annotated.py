@@ -85,7 +85,7 @@ def _index_images(images: Sequence[dict], file: Path) -> dict[str, dict]:
 
 
 def _boxes_by_image(data: dict, column: dict[int, int], file: Path) -> dict[int, list[tuple[int, list[float]]]]:
-    """Return, by image id, pairs (column of class_probs, box). Boxes are xyxy, clipped to the annotated image."""
+    """Return a dict from image id to pairs (column of class_probs, box). Boxes are xyxy, clipped to the image."""
     sizes = {image["id"]: (image["width"], image["height"]) for image in data["images"]}
     boxes = {image: [] for image in sizes}
     for index, annotation in enumerate(data["annotations"]):

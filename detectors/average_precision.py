@@ -27,7 +27,7 @@ class Detections:
 
 
 def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
-    """Return which detections are true positives, bool [K]. Of detections with equal scores, the first matches first.
+    """Return which detections are true positives, bool [K]. Detections with equal scores are matched in their order.
 
     Args:
         boxes: The boxes of the annotated objects, float32 [G, 4] xyxy.
@@ -47,8 +47,8 @@ def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarr
 def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
     """Return the area under the interpolated precision-recall curve of one class over all images.
 
-    scores and true_positive, both [K], describe the class's detections; equal scores keep their order. objects is the
-    number of annotated objects of the class.
+    `scores` and `true_positive`, both [K], describe the class's detections. Equal scores keep their order. `objects` is
+    the number of annotated objects of the class.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(true_positive[order])
@@ -72,7 +72,10 @@ def class_results(labels: np.ndarray, scores: np.ndarray, true_positive: np.ndar
 
 
 def mean_average_precision(rows: Sequence[dict]) -> dict[str, float]:
-    """Return the mean average precision of class_results: plain `map50`, and `map50_weighted` by number of objects."""
+    """Return the mean average precision of the classes in `rows`, the result of class_results.
+
+    `map50` is the plain mean. `map50_weighted` weights each class by its number of objects.
+    """
     if not rows:
         return {}
     precisions = np.array([row["average_precision"] for row in rows])

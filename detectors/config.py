@@ -1,6 +1,6 @@
 """Settings of `vlbert detect` and of the flows: which detector to use, and how to run it.
 
-This module does not import torch, because flows read their parameters before they need a network.
+This module does not import torch, because flows use these settings before they need a network.
 """
 
 import dataclasses

@@ -215,7 +215,7 @@ class FasterRCNNDetector:
     def _find_proposals(
         self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
     ) -> tuple[list[Tensor], list[np.ndarray]]:
-        """Return each image's non-empty proposals [P, 4], in input pixels (on the device) and in stored pixels."""
+        """Return each image's non-empty proposals [P, 4]: tensors in input pixels, and arrays in stored pixels."""
         scales = [min(image.scales) for image in batch]
         boxes, _ = self.network.proposals(logits, deltas, *batch[0].pixels.shape[:2], scales=scales)
         # Copied from the device once per batch.

@@ -26,7 +26,7 @@ _TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
 
 
 class Detectron2FasterRCNN(nn.Module):
-    """FasterRCNN built from detectron2's modules. Raises ValueError if they are missing or do not support a setting."""
+    """FasterRCNN built with detectron2. Raises ValueError if detectron2 is missing or does not support a setting."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -128,7 +128,7 @@ def _make_stage(config: ResNetConfig, number: int, stride: int, dilation: int = 
 
 
 def _make_backbone(config: ResNetConfig) -> Any:
-    """Build the backbone (stem to res4), which maps images [N, 3, H, W] to C4 maps [N, channels, h, w]."""
+    """Build the backbone (stem to res4). It maps images [N, 3, H, W] to C4 maps [N, channels, h, w]."""
     from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
     class CaffeStem(BasicStem):
@@ -154,7 +154,7 @@ def _make_proposal_generator(config: FasterRCNNConfig) -> Any:
     from detectron2.modeling.proposal_generator.rpn import RPN, StandardRPNHead
 
     class ProposalGenerator(RPN):
-        """An RPN with the attribute `cell_anchors`, into which load_weights copies the anchors of a weight file."""
+        """An RPN with the attribute `cell_anchors`, so that load_weights can set its anchors."""
 
         @property
         def cell_anchors(self) -> Tensor:

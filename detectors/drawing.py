@@ -35,16 +35,16 @@ def ink_on(colour: Colour) -> Colour:
 
 
 def draw_boxes(sample: Sample, boxes: Sequence[Box], side: int = IMAGE_SIDE) -> Image.Image:
-    """Draw boxes on a sample's image; `boxes` and `side` are as in draw_boxes_on."""
+    """Draw boxes on a copy of a sample's image. The arguments `boxes` and `side` are those of draw_boxes_on."""
     stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
     return draw_boxes_on(stored.convert("RGB"), boxes, side)
 
 
 def draw_boxes_on(image: Image.Image, boxes: Sequence[Box], side: int = IMAGE_SIDE) -> Image.Image:
-    """Draw boxes on an RGB image, later ones on top of earlier ones.
+    """Draw boxes on a resized copy of an RGB image, later boxes on top of earlier ones.
 
-    Each of `boxes` is (xyxy [4] in pixels of `image`, RGB colour, name); "" draws no name. `side` is the length of the
-    result's longer side, in pixels.
+    A box is a tuple (xyxy [4] in pixels of `image`, RGB colour, name). The name "" is not drawn. `side` is the longer
+    side of the result, in pixels.
     """
     factor = side / max(image.size)
     width, height = (max(1, round(side * factor)) for side in image.size)

@@ -45,7 +45,7 @@ def read_bgr(image: LabelledImage) -> np.ndarray:
 
 
 def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """Read an image and resize it for the network, as BGR [H, W, 3]. Raises one of BAD_IMAGE if it is unusable."""
+    """Read an image and resize it for the network, as BGR [H, W, 3]. Raises a BAD_IMAGE error if it is unusable."""
     size = resized_size(image.height, image.width, config)
     if min(size) < NARROWEST_INPUT:
         raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
@@ -53,7 +53,7 @@ def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
-    """Make the Example of an image and its objects. If `mirrored`, both are flipped. `seed` becomes `Example.seed`."""
+    """Make the Example of an image. If `mirrored`, flip its pixels and boxes. `seed` becomes `Example.seed`."""
     pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)

@@ -115,9 +115,9 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 
 
 def cell_anchors(config: FasterRCNNConfig) -> Tensor:
-    """Return the anchors of one cell, centred on the cell's corner (0, 0).
+    """Return the anchors of one cell of the C4 map, centred on the cell's top left corner at (0, 0).
 
-    They are float32 [A, 4], xyxy in input pixels, ordered by size and then by ratio.
+    The anchors are float32 [A, 4], xyxy in input pixels, ordered by size and then by ratio.
     """
     sides = [
         (math.sqrt(s * s / r), math.sqrt(s * s / r) * r) for s in config.anchor_sizes for r in config.anchor_ratios
@@ -126,9 +126,9 @@ def cell_anchors(config: FasterRCNNConfig) -> Tensor:
 
 
 def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
-    """Return the anchors of a grid of cells, row by row: [height * width * A, 4] in input pixels.
+    """Return the anchors of all cells of a C4 map, row by row: [height * width * A, 4], xyxy in input pixels.
 
-    `cell` has the anchors [A, 4] of one cell.
+    `cell` has the anchors [A, 4] of one cell. `height` and `width` count the cells of the map.
     """
     ys = torch.arange(height, device=cell.device, dtype=cell.dtype) * STRIDE
     xs = torch.arange(width, device=cell.device, dtype=cell.dtype) * STRIDE
@@ -140,7 +140,7 @@ def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
 def apply_deltas(
     deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1), plus_one: bool = False
 ) -> Tensor:
-    """Move and scale boxes [K, 4] by deltas [K, ..., 4], which are first divided by `weights`.
+    """Move and scale boxes [K, 4] by deltas [K, ..., 4]. The deltas are first divided by `weights`.
 
     With `plus_one`, the width of a box is x2 - x1 + 1, as in Caffe.
     """
@@ -176,7 +176,7 @@ def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
 
 
 class RPNHead(nn.Module):
-    """The RPN's layers, which compute objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] from C4 maps.
+    """The RPN's layers. They compute objectness logits [N, A, h, w] and box deltas [N, 4A, h, w] from C4 maps.
 
     Channels 4a to 4a + 3 of the deltas belong to anchor a.
     """
@@ -198,7 +198,7 @@ class RPNHead(nn.Module):
 
 
 class ProposalGenerator(nn.Module):
-    """The RPN's layers and the anchors of one cell (float32 [A, 4])."""
+    """The RPN's layers, and the anchors of one cell of the C4 map (float32 [A, 4])."""
 
     cell_anchors: Tensor
 
@@ -363,7 +363,7 @@ class FasterRCNN(nn.Module):
         return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
-        """Return the features of all boxes, [total number of boxes, D]. Each is the mean of the box's res5 map.
+        """Return the features of all boxes, [total number of boxes, D]. A box's features are the mean of its res5 map.
 
         `boxes` has one tensor [K, 4], in input pixels, for each C4 map.
         """

@@ -49,7 +49,7 @@ _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not i
 
 @dataclass(frozen=True, eq=False)
 class FeatureFile:
-    """A feature file or folder with a row per image. Opening it reads everything once, to hash it and find the rows."""
+    """A feature file or folder with one row per image. When it is opened, all its content is read and hashed."""
 
     path: Path
     names: Sequence[str]
@@ -79,7 +79,7 @@ class FeatureFile:
         return fields
 
     def location(self, row: int) -> str:
-        """Return `FILE: IMAGE`, which identifies a row in messages."""
+        """Return `FILE: IMAGE`, to identify a row in messages."""
         # Without the folder: messages are stored in manifests, which must not depend on where the file is.
         return printable(f"{self.path.name}: {self.names[row]}")
 
@@ -184,7 +184,7 @@ def _open_members(path: Path) -> FeatureFile:
 
 
 def _open_lmdb(path: Path) -> FeatureFile:
-    """Open an LMDB with a pickled dict per image, as 12-in-1, volta and mmf write it."""
+    """Open an LMDB with a pickled dict per image, the format of the projects 12-in-1, volta and mmf."""
     try:
         import lmdb
     except ImportError as error:
@@ -220,7 +220,7 @@ def _open_lmdb(path: Path) -> FeatureFile:
 
 
 def _open_h5(path: Path) -> FeatureFile:
-    """Open an HDF5 file with a group per image, as volta writes it."""
+    """Open an HDF5 file with a group per image, the format of the project volta."""
     try:
         import h5py
     except ImportError as error:

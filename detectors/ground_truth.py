@@ -24,7 +24,7 @@ from storage.collect.normalise import FILE_FORMATS
 
 @dataclass(frozen=True, eq=False)
 class LabelledImage:
-    """An image file and its annotated objects. Sizes and boxes are in pixels of the file."""
+    """An image file and its annotated objects. Sizes and boxes are in pixels of the original image."""
 
     id: str
     file: Path
@@ -126,7 +126,7 @@ def _read_coco(
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """Return each image's path, by file name, in the first folder that has it. Absent images are left out."""
+    """Return a dict from file name to path, in the first folder that has the file. Absent images are left out."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"data.images: {folder} is not a folder")
@@ -136,7 +136,7 @@ def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> 
 
 
 def _label_image(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> LabelledImage | None:
-    """Return the image with its usable objects, and count the unusable ones. Return None if the file is unreadable."""
+    """Return an image with its usable objects, or None if its size is unreadable. Unusable objects are counted."""
     height, width = entry.height, entry.width
     if not height or not width:
         try:
@@ -182,7 +182,7 @@ def _split(annotated: Sequence[AnnotatedImage], config: DataConfig, counts: Coun
 
 
 def _read_list(file: Path, annotated: Sequence[AnnotatedImage], counts: Counter[str]) -> set[str]:
-    """Return the ids of the images that a file lists, one path per line. Only the paths' file names are compared."""
+    """Return the ids of the images that a file lists, one path per line. Folders in the paths are ignored."""
     ids: dict[str, list[str]] = {}
     for entry in annotated:
         ids.setdefault(Path(entry.file_name).name, []).append(entry.id)

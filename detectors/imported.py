@@ -76,7 +76,7 @@ class ImportedDetector:
         return stem_of(name) if self._settings.match == "file_name" else name
 
     def _check_first(self, file: FeatureFile) -> None:
-        """Read the rows up to the first one with boxes. Raises ValueError if one is unusable, or if none has boxes."""
+        """Read the rows up to the first one with boxes. Raises ValueError if a row is unusable or no row has boxes."""
         for number in range(len(file.names)):
             try:
                 _, regions = self._read(file, number)
@@ -264,7 +264,7 @@ def _reshape_per_box(name: str, array: np.ndarray, count: int, columns: int | No
 
 
 def _read_fractions(fields: Fields, name: str, count: int, columns: int | None = None) -> np.ndarray:
-    """Return a field of values from 0 to 1 as float32 [count, columns]. Rounding errors above 1 are clipped."""
+    """Return a field of values from 0 to 1 as float32 [count, columns]. Values up to 1.001 are clipped to 1."""
     array = _reshape_per_box(name, _read_array(fields, name, np.float32), count, columns)
     if not ((array >= 0) & (array <= 1.001)).all():
         raise ValueError(f"has {name} that are not all from 0 to 1")

@@ -53,7 +53,7 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return each anchor's label, such as FOREGROUND, and the index of the object with the highest IoU (int64 [A])."""
+    """Return each anchor's label, such as FOREGROUND, and the index of its highest-IoU object, both int64 [A]."""
     iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
@@ -71,7 +71,7 @@ def match_anchors(
 
 
 def subsample(labels: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample up to `count` indices of `labels`, and return the indices of FOREGROUND and of BACKGROUND separately.
+    """Sample up to `count` indices of `labels`. Return those labelled FOREGROUND and those labelled BACKGROUND.
 
     At most `count * foreground_share` of them are foreground.
     """
@@ -143,7 +143,7 @@ class Losses(nn.Module):
     def _sample_regions(
         self, proposals: Tensor, example: Example, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int]:
-        """Return sampled regions [R, 4], foreground first, their object indices [R], and the foreground count."""
+        """Return sampled regions [R, 4], foreground first, their objects' indices [R], and the foreground count."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)

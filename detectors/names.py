@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_lines(file: Path, items: str) -> list[str]:
-    """Read the lines of a text file that lists `items`, such as "names". Raises ValueError if it is unreadable."""
+    """Read the lines of a text file. Raises ValueError if it is unreadable. `items` names the lines in the message."""
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -15,7 +15,7 @@ def read_lines(file: Path, items: str) -> list[str]:
 
 
 def read_names(file: Path) -> list[list[str]]:
-    """Read the names on each line, the main one first. Raises ValueError if a line does not begin with a name."""
+    """Read the names on each line, the main name first. Raises ValueError if a line does not begin with a name."""
     lines = [[name.strip() for name in line.split(",")] for line in read_lines(file, "names")]
     for index, synonyms in enumerate(lines):
         if not synonyms[0]:
@@ -47,7 +47,7 @@ class Names:
         return cls.from_lines(read_names(file), str(file))
 
     def find(self, names: Iterable[str]) -> int | None:
-        """Return the line, counted from 0, of the first known name in `names`, or None if all are unknown."""
+        """Return the line number, counted from 0, of the first known name in `names`, or None if all are unknown."""
         return next((self.index[name] for name in map(normalize_name, names) if name in self.index), None)
 
 

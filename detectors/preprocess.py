@@ -43,7 +43,7 @@ def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
 def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
     """Return the height and width to which an image is resized for the network.
 
-    Sizes are rounded to integers: x.5 is rounded up or, with `caffe`, to the even number, as in cv2.
+    Sizes are rounded to integers. Halves are rounded up or, with `caffe` resizing, to the even integer, as in cv2.
     """
     if config.resize == "caffe":
         scale = resize_scale(height, width, config)
@@ -61,7 +61,7 @@ def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int
 def resize(image_bgr: np.ndarray, config: FasterRCNNConfig) -> np.ndarray:
     """Resize BGR pixels, uint8 [height, width, 3], to the network's input size [H, W, 3].
 
-    The result is uint8 or, with `caffe`, float32 from 0 to 255.
+    The result is uint8 or, with `caffe` resizing, float32 from 0 to 255.
     """
     sides = image_bgr.shape[:2]
     height, width = resized_size(*sides, config)

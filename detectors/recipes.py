@@ -17,7 +17,7 @@ from training.recipe import RunSettings
 
 @dataclass(frozen=True)
 class DataConfig(AnnotationConfig):
-    """The training data, and how it is batched."""
+    """Settings of the training data and its batches."""
 
     batch: int = 8  # images per step, over all ranks
     flip: float = 0.5  # probability of mirroring an image
@@ -107,9 +107,9 @@ class DetectorRecipe(RunSettings):
 def detector_vg_resnet101() -> DetectorRecipe:
     """Configure training on Visual Genome (1600 classes, 400 attributes), from an ImageNet ResNet-101, on 8 GPUs.
 
-    After 380,000 steps, the authors' detector has mAP@0.5 10.2 % (15.1 % if classes are weighted by their number of
-    objects) on the 5,000 images of their val.txt. Their learning rate is for 8 images per step, one on each GPU. On N
-    GPUs, set data.batch=N and multiply the learning rate by N/8.
+    After 380,000 steps, the authors' detector has an mAP@0.5 of 10.2 % on the 5,000 images of their val.txt (15.1 % if
+    classes are weighted by their number of objects). Their learning rate is for 8 images per step, one on each GPU. On
+    N GPUs, set data.batch=N and multiply the learning rate by N/8.
     """
     return DetectorRecipe(
         name="detector_vg_resnet101",

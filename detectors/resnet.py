@@ -56,7 +56,7 @@ RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 
 
 class FrozenNorm(nn.Module):
-    """Batch normalisation with fixed statistics, scale and shift: buffers, so that optimizers do not change them."""
+    """Batch normalisation with fixed statistics, scale and shift. All are buffers, so optimizers do not change them."""
 
     weight: Tensor
     bias: Tensor
@@ -77,7 +77,7 @@ class FrozenNorm(nn.Module):
 
 
 class NormedConv(nn.Conv2d):
-    """A convolution without bias, followed by normalisation (its child `norm`)."""
+    """A convolution without bias, followed by the normalisation layer `norm`."""
 
     norm: FrozenNorm | nn.BatchNorm2d | nn.Identity
 
@@ -97,7 +97,7 @@ class NormedConv(nn.Conv2d):
 
     @property
     def folds(self) -> bool:
-        """True if forward uses fold: after fold_norms, or if the norm is frozen and computed in half precision."""
+        """True if `forward` uses `fold`, as it does after fold_norms and for frozen norms in half precision."""
         # Not in float32, where folding would round differently from the published code. Exact zeros before a ReLU would
         # become nonzero, which would change the gradients of some convolutions by 0.1 %.
         if isinstance(self.norm, FrozenNorm):
@@ -107,8 +107,8 @@ class NormedConv(nn.Conv2d):
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of a convolution that equals this one followed by its norm.
 
-        The norm's statistics are fixed. The gradient passes through the folded weight, which is cheap, because the
-        weight is much smaller than the convolution's output.
+        The norm's statistics are fixed. Backpropagation through this computation is cheap, because the weight is
+        much smaller than the convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):
@@ -198,7 +198,7 @@ def conv_relu(
 
 
 class Stem(nn.Module):
-    """A 7x7/2 convolution and 3x3/2 max-pooling, which reduce height and width to a quarter."""
+    """A 7x7 convolution and 3x3 max-pooling, both with stride 2. Together they divide height and width by four."""
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
@@ -213,7 +213,7 @@ class Stem(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with a shortcut, which is a convolution in the first block of a stage."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut. In the first block of a stage, the shortcut is a convolution."""
 
     def __init__(self, inputs: int, bottleneck: int, outputs: int, stride: int, dilation: int, config: ResNetConfig):
         super().__init__()
@@ -261,7 +261,7 @@ def _initialise(module: nn.Module, config: ResNetConfig) -> None:
 
 
 class ResNetC4(nn.Module):
-    """The backbone (stem, res2, res3 and res4), which maps images [N, 3, H, W] to [N, 16w, H/16, W/16]."""
+    """The backbone (stem, res2, res3 and res4). It maps images [N, 3, H, W] to features [N, 16w, H/16, W/16]."""
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
@@ -276,7 +276,7 @@ class ResNetC4(nn.Module):
         return self.res4(self.res3(self.res2(self.stem(images))))
 
     def freeze(self, stages: int) -> "ResNetC4":
-        """Freeze the first `stages` parts (of stem, res2, res3 and res4) with freeze_module, and return self."""
+        """Freeze the first `stages` of stem, res2, res3 and res4 with freeze_module, and return self."""
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
             freeze_module(stage)
         return self

@@ -21,8 +21,8 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
     float64 maps, it is in float64.
 
     Args:
-        groups: The maps [n, C, h, w], with one group for each map size.
-        rois: Boxes [K, 5]: index of the map, 0..N-1 over all groups, and xyxy in input pixels. They get no gradient.
+        groups: Maps [n, C, h, w]. The maps of one group have the same size.
+        rois: Boxes [K, 5]: index of the map (counted over all groups), and xyxy in input pixels. Boxes get no gradient.
         size: Samples per side, S.
         scale: Cells per input pixel.
     """
@@ -37,7 +37,7 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
 
 
 def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
-    """Return the samples of all boxes, [K * S * S, C]. `flat` has the cells of all maps, [number of cells, C]."""
+    """Return the boxes' samples [K * S * S, C]. `flat` is [cells of all maps, C]. `layout` is from _make_layout."""
     number, x1, y1, x2, y2 = rois.unbind(1)
     first, height, width = layout[number.long()].unbind(1)
     down, rows = _neighbours(y1 * scale, y2 * scale, size, height[:, None])
@@ -49,7 +49,7 @@ def _sample(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float)
 
 
 def _make_layout(groups: Sequence[Tensor]) -> Tensor:
-    """Return the index of each map's first cell, counted over all maps, and its height and width: int64 [N, 3]."""
+    """Return each map's first cell (its index among the cells of all maps), height and width, int64 [N, 3]."""
     layout, first, device = [], 0, groups[0].device
     for maps in groups:
         number, _, height, width = maps.shape
@@ -63,9 +63,9 @@ def _make_layout(groups: Sequence[Tensor]) -> Tensor:
 def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights and indices of the two cells next to each sample along one axis, both [K, S, 2].
 
-    Box k has S samples between first[k] and last[k], which are in cells. A box shorter than one cell is extended to one
-    cell. `cells`, int64 [K, 1], is the map's number of cells along the axis. The value of samples before -1 or after
-    `cells` is 0. Other samples outside the map have the outermost cell's value.
+    Box k has S samples between first[k] and last[k], both measured in cells. A box shorter than one cell is extended to
+    one cell. `cells`, int64 [K, 1], is the length of each box's map along the axis. Samples before -1 or after `cells`
+    have value 0. Other samples outside the map have the value of the outermost cell.
     """
     each = (last - first).clamp(min=1) / size
     numbers = torch.arange(size, dtype=first.dtype, device=first.device)

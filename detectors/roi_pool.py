@@ -47,7 +47,7 @@ def roi_pool_chunks(
 
 
 def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Divide intervals (input pixels) into `size` bins. Return their first and end (exclusive) cells, int64 [K, S]."""
+    """Divide intervals (input pixels) into `size` bins. Return their start and exclusive end cells, int64 [K, S]."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()  # rounded as in Caffe
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)  # float32, as in Caffe
@@ -56,12 +56,12 @@ def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: i
 
 
 def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
-    """Return log2 of each bin's length, rounded down, int64 [K, S]."""
+    """Return log2 of the length of each bin (from _compute_bins), rounded down, int64 [K, S]."""
     return (bins[1] - bins[0]).clamp(min=1).double().log2().floor().long()
 
 
 def _window_maxima(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
-    """Return the maxima of windows of 1, 2, 4, ..., 2^levels cells along an axis. The last windows are shorter."""
+    """Return the maxima of windows of 1, 2, 4, ..., 2^levels cells along an axis. Windows at the end are shorter."""
     windows = [cells]
     for level in range(levels):
         before, step = windows[-1], 2**level

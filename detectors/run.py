@@ -90,7 +90,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 
 
 def _detect_rows(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample | str]]:
-    """Yield each ok row of the manifest, with its sample and regions or with the reason why it has no regions."""
+    """Yield each row with status `ok`, and its sample with regions or the reason why there are no regions."""
     rows = manifest.ok().to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
@@ -121,8 +121,8 @@ def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], ob
     """Detect regions in all pending shards, and return how many shards this process committed.
 
     Returns only when no shard is pending. `say` is called with a progress line after each shard of this process, and
-    with a line when this process waits for shards of other processes. Progress lines count the images and regions of
-    this process, but the finished shards of all processes.
+    with a line when this process waits for other processes. A progress line shows the images and regions of this
+    process, and the finished shards of all processes.
     """
     if not catalog.shards(IMAGES):
         folder = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
@@ -176,7 +176,7 @@ def identify(config: DetectionConfig) -> str:
 
 
 def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
-    """Return the network settings of the preset or the weight file, overridden by those of `config.network`."""
+    """Return the network settings of the preset or the weight file, with the changes of `config.network`."""
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 

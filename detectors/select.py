@@ -1,8 +1,8 @@
-"""Selection of an image's regions from its proposals: the 10-100 rule, named after its default limits.
+"""Selection of an image's regions from its proposals.
 
-NMS runs over all boxes once for each foreground class, ranked by the probability of the class. A box's confidence is
-its highest probability among the classes in which it survives. Boxes with a confidence above a threshold are kept, but
-at least a minimum and at most a maximum number of them.
+For each foreground class, NMS is applied to all boxes, ranked by their probability of that class. A box's confidence is
+its highest probability among the classes in which NMS keeps it. Boxes with a confidence above a threshold are selected.
+If these are fewer than 10 or more than 100 (the default limits), the 10 or 100 most confident boxes are selected.
 Shape letters: P boxes, C foreground classes.
 """
 

@@ -1,4 +1,4 @@
-"""Validation of the detector: VOC's mean average precision (all points) on held-out images."""
+"""Validation of the detector on held-out images, by mean average precision as in VOC (all-point interpolation)."""
 
 import numpy as np
 import torch

@@ -44,7 +44,7 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
 
 
 def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
-    """Print the regions of an image, and draw them to a file in `folder`. Raises ValueError if there are none."""
+    """Print the most probable regions of an image, and draw them in `folder`. Raises ValueError if there are none."""
     sample = read_sample(file)
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):

@@ -50,7 +50,10 @@ def attribute_indices(words: Any, names: Names, counts: Counter[str]) -> tuple[i
 
 
 def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Counter[str]) -> list[AnnotatedImage]:
-    """Read the annotated images of a file, sorted by id. Raises ValueError if an entry is unusable."""
+    """Read the annotated images of a file, sorted by id. Unknown attributes are counted in `counts`.
+
+    Raises ValueError if an entry is unusable.
+    """
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Show a stage's progress and results in Prefect's UI, as one artifact that is updated.
+"""Show a stage's progress and results in Prefect's UI, as an artifact that is updated during the run.
 
 Artifacts are only for people to read: the storage records what is done. So an error here never fails a stage. If the
-server cannot be reached, this is logged and the stage continues.
+server is unreachable, the error is logged and the stage continues.
 """
 
 import logging
@@ -99,9 +99,9 @@ def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str,
 
 
 def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
-    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if there are none.
+    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if it would be empty.
 
-    Metrics with a slash, such as accuracy/yes/no, are left out, because there are too many.
+    Metrics whose names contain a slash, such as accuracy/yes/no, are left out, because there are too many of them.
     """
     rows = [
         (escape(name), "–" if value is None else f"{value:.3f}", escape(reported.get(name, "")))

@@ -1,4 +1,4 @@
-"""Compare models in a child process, which trains them on several tasks and seeds (docs/results.md)."""
+"""Train models on several tasks with several seeds, in a child process, and compare them (docs/results.md)."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ from storage.safe_json import parse_json
 
 
 def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str, Any]:
-    """Run or resume a comparison, and return the content of its numbers.json. Call it from the main thread only.
+    """Run or resume a comparison, and return the content of its numbers.json. Call this from the main thread only.
 
     Raises ChildFailed if a training run failed. The results page then has only the other runs.
     """

@@ -1,9 +1,9 @@
-"""Create the deployments in a file such as prefect.yaml, with their work pools and alarms.
+"""Create the deployments in a file such as prefect.yaml, their work pools, and automations that detect crashed runs.
 
     vlbert deploy [FILE]
 
 The deployments are created on the server at PREFECT_API_URL. `make serve` does this when it starts. Run the command
-again after changing the file. Plain `prefect deploy` creates no alarms.
+again after changing the file. Plain `prefect deploy` does not create these automations.
 """
 
 import sys
@@ -27,7 +27,7 @@ NEVER_BEGAN = "flow runs that never begin are crashed"
 
 
 def deploy(deployments: Path) -> None:
-    """Create the work pools and deployments that a file describes, and the alarms for crashed runs.
+    """Create the work pools and deployments that a file describes, and the automations that detect crashed runs.
 
     Raises ChildFailed, with Prefect's error, if the file is invalid.
     """
@@ -82,7 +82,7 @@ def set_alarms() -> None:
 
 
 def deploy_file(file: Annotated[Path, Positional, tyro.conf.arg(metavar="FILE")] = Path("prefect.yaml")) -> None:
-    """Create the deployments in a file, with their work pools and alarms, at the server of PREFECT_API_URL.
+    """Create the deployments in a file, their work pools and automations, on the server at PREFECT_API_URL.
 
     Args:
         file: file of deployments, such as prefect.yaml

@@ -1,6 +1,6 @@
-"""Find the regions of all images that a detector has not processed yet, in a child process.
+"""Run a detector, in a child process, on all images that it has not processed yet.
 
-The catalog tells which shards are pending, so the same flow also processes new shards on a schedule.
+The catalog lists the pending shards, so a scheduled run of the same flow also processes new shards.
 """
 
 import sys
@@ -45,7 +45,7 @@ def detect(
     log: Callable[[str], object] = print,
     show: Callable[[Callable[[], str]], object] = lambda progress: None,
 ) -> Detected:
-    """Run `vlbert detect` on a dataset if any shard is pending. Call it from the main thread only.
+    """Run `vlbert detect` on a dataset if any shard is pending. Call this from the main thread only.
 
     Args:
         show: Called every 5 s with a function that returns a progress line.

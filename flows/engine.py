@@ -84,7 +84,7 @@ def _follow(run: UUID, began: datetime) -> None:
 
 
 def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
-    """Return the flow runs of the stages of `run`."""
+    """Return the flow runs of the stages that `run` has started."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -93,7 +93,7 @@ def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
 
 
 def run_engine() -> None:
-    """Run Prefect's engine, and exit without Python's normal shutdown, which takes seconds if torch is loaded."""
+    """Run Prefect's engine, and exit without Python's normal shutdown, because it takes seconds if torch is loaded."""
     status = 1
 
     def exit_now() -> None:

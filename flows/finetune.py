@@ -27,7 +27,7 @@ SETTINGS = {
 def finetune(
     root: str, work: str, settings: FinetuneSettings, log: Log = print, watch: Watch = lambda: None
 ) -> Trained:
-    """Fine-tune a model and evaluate it. Call it from the main thread only.
+    """Fine-tune a model and evaluate it. Call this function from the main thread only.
 
     With checkpoint `none`, the model still uses the vocabulary of the pre-training run, if one is named, so that
     results with and without pre-training are comparable. The vocabulary is copied to `work`, a local folder. Raises
@@ -51,10 +51,10 @@ def finetune(
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
-    """Return the location of the checkpoint that has the initial weights and the vocabulary; None if there is none.
+    """Return the location of the checkpoint with the initial weights and the vocabulary, or None.
 
-    With checkpoint `none`, this is the last checkpoint of the pre-training run, if one is named. Only its vocabulary is
-    used then.
+    With checkpoint `none`, the result is None if `settings.pretraining` names no run. Otherwise, it is the last
+    checkpoint of that run, and only its vocabulary is used.
     """
     if "/" in settings.checkpoint:
         return settings.checkpoint

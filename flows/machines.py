@@ -40,7 +40,7 @@ def start_others(machines: int) -> None:
 
 
 def cancel_others(flow: Flow, flow_run: FlowRun, state: State) -> None:
-    """Cancel the runs that `flow_run` started with `start_others`. Flows use it as a cancellation hook."""
+    """Cancel the runs that `flow_run` started with `start_others`. Flows use this as a cancellation hook."""
     started = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"with:{flow_run.id}"]))
     with get_client(sync_client=True) as client:
         for other in client.read_flow_runs(flow_run_filter=started):

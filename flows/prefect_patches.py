@@ -1,4 +1,4 @@
-"""Work around bugs of Prefect 3.9.1 that would end or hide a run of several days.
+"""Work around bugs of Prefect 3.9.1 that affect runs of several days.
 
     python -m flows.prefect_patches server start ...    runs `prefect server start ...` with `collect_garbage_in_thread`
 
@@ -9,7 +9,7 @@ run its test in tests/flows/test_prefect_patches.py. If the test passes without 
 |-----------------------------|-----------------|----------------------------------------------------------------------|
 | `wait_for_server`           | 20462, 22638    | a flow fails at its next request if the server is down for a minute  |
 | `keep_slot`, `renew_slot`   | 18802, 21064    | a run ends when its lease cannot be renewed                          |
-| `set_running`               | 18802           | a run that survives an outage stays Crashed and frees another's slot |
+| `set_running`               | 18802           | a run stays Crashed after an outage, and frees another run's slot    |
 | `handle_sigterm_once`       | 21616           | a second SIGTERM interrupts the cleanup that the first one started   |
 | `end_as_cancelled`          | 21616           | a stage, or a run after an outage of the server, cannot be cancelled |
 | `collect_garbage_in_thread` | 18934           | a server on SQLite blocks itself for a minute                        |
@@ -49,7 +49,7 @@ _COLLECT_SECONDS = 5.0  # time between two garbage collections
 def wait_for_server() -> None:
     """Make Prefect's clients in this process wait up to 8 minutes if the server becomes unreachable.
 
-    Call it before prefect is imported. A client that has never reached the server does not wait.
+    Call this function before prefect is imported. A client that has never reached the server does not wait.
     """
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", _RETRIES)
 
@@ -67,7 +67,7 @@ def fail_fast() -> Iterator[None]:
 
 
 def keep_slot() -> None:
-    """Stop Prefect's engine from renewing a run's concurrency slot, because it ends the run if a renewal fails.
+    """Stop Prefect's engine from renewing a run's concurrency slot, because a failed renewal ends the run.
 
     `renew_slot` renews the slot's lease instead, for a day at a time.
     """
@@ -79,7 +79,7 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease of the run's concurrency slot for a day, if it is due.
+    """Renew the lease of the run's concurrency slot for a day, if a renewal is due.
 
     Returns the lease and the time of its renewal, for the next call's `renewed`. The first call gets (None, 0.0).
     """
@@ -92,7 +92,7 @@ def renew_slot(
 
 
 def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
-    """Return True if an alarm marked `run` as crashed after this process began to run it."""
+    """Return True if an automation of flows/deploy.py marked `run` as crashed after this process began (at `began`)."""
     state = run.state
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
@@ -100,8 +100,8 @@ def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
 def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
     """Set the state of a run to Running, and take its concurrency slot again if it is still free.
 
-    If the slot is taken, the state is given a lease that holds no slot. Without any lease, the server would free the
-    slot of another run when this run ends.
+    If the slot is taken, the state gets a lease that holds no slot. Without a lease, the server would free the slot of
+    another run when this run ends.
     """
     from prefect.states import Running
 
@@ -117,7 +117,7 @@ def set_running(client: "SyncPrefectClient", run: "FlowRun") -> None:
 
 
 def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
-    """Take a short lease on a concurrency slot, and return its id. `renew_slot` extends the lease."""
+    """Take a slot of the concurrency limit `limit`, and return the id of its short lease. `renew_slot` extends it."""
     answer = client.increment_concurrency_slots_with_lease([limit], 1, "concurrency", _SHORT_LEASE)
     return UUID(answer.json()["lease_id"])
 
@@ -126,7 +126,7 @@ def _take_lease(client: "SyncPrefectClient", limit: str) -> UUID:
 
 
 def handle_sigterm_once() -> None:
-    """Make Prefect's engine handle only the first SIGTERM, because the worker and this process may both send one."""
+    """Make Prefect's engine handle only the first SIGTERM, because the worker and this process may each send one."""
     from prefect.utilities import engine
 
     handler, received = engine._prefect_sigterm_handler, []
@@ -156,9 +156,9 @@ def end_as_cancelled() -> None:
 def collect_garbage_in_thread() -> None:
     """From now on, collect garbage only in a separate thread, to avoid a deadlock on SQLite.
 
-    In the event loop's thread, garbage collection finalises SQLite cursors, which waits if another thread uses their
-    connection. That thread waits up to 60 s for the database lock, and the transaction that holds the lock waits for
-    the event loop.
+    Garbage collection in the event loop's thread finalises SQLite cursors. This waits if another thread uses their
+    connection. The other thread waits up to 60 s for the database lock, and the transaction that holds the lock waits
+    for the event loop.
     """
 
     def collect() -> None:

@@ -32,9 +32,9 @@ def pretrain(
     log: Log = print,
     watch: Watch = lambda: None,
 ) -> Trained:
-    """Pre-train on the regions of `detector`. If it is None, there must be only one detector.
+    """Pre-train on the regions of `detector` (an id). If `detector` is None, each dataset must have only one detector.
 
-    The tokenised corpus is written to the local folder `work`. Call it from the main thread only.
+    The tokenised corpus is written to the local folder `work`. Call this function from the main thread only.
     """
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary

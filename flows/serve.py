@@ -1,10 +1,10 @@
-"""Serve the deployments of prefect.yaml on this machine, with Prefect's server, a worker and alarms for crashed runs.
+"""Run Prefect's server and a worker on this machine, for the deployments of prefect.yaml.
 
     vlbert serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]
 
-It runs until Ctrl-C. Prefect's files go to FOLDER, by default PREFECT_HOME or .prefect. The user's own Prefect server
-is not used. Server and worker are child processes. If one ends, this program ends too, and systemd may restart it.
-docs/serve.md explains how to run the parts on different machines.
+The command runs until Ctrl-C. Prefect's files go to FOLDER, by default PREFECT_HOME or .prefect. The user's own
+Prefect server is not used. The server and the worker are child processes. If either ends, this program ends too, and
+systemd may restart it. docs/serve.md explains how to run the parts on different machines.
 """
 
 import json
@@ -41,7 +41,7 @@ def serving(
         home: Folder for the database and the logs.
         port: Port of the server on 127.0.0.1. Prefect's clients in this process then use this server.
         deployments: File of deployments, such as prefect.yaml.
-        query_seconds: Time between two queries of the worker for new runs.
+        query_seconds: Seconds between two queries of the worker for new runs.
         limit: Maximum number of concurrent runs of the worker; None: no limit.
 
     Yields:
@@ -99,7 +99,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server of PREFECT_API_URL responds. Raises RuntimeError after 120 s, or if `check` raises it."""
+    """Wait until the server at PREFECT_API_URL responds, and keep calling `check`. Raises RuntimeError after 120 s."""
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS

@@ -67,7 +67,7 @@ class Processes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for torchrun: the number of threads, and the time to save (`grace`, at least 30 s)."""
+        """Environment variables for torchrun: CPU threads, and the shutdown timeout (`grace`, but at least 30 s)."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
         return variables | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {})
 
@@ -144,7 +144,7 @@ class PretrainSettings:
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Settings of a fine-tuning run, which starts from a pre-trained checkpoint or, for comparison, without one."""
+    """Settings of a fine-tuning run. The run starts from a pre-trained checkpoint or, for comparison, without one."""
 
     __pydantic_config__ = FORM
 
@@ -190,7 +190,7 @@ class FinetuneSettings:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison, which trains models on several tasks and seeds (docs/results.md)."""
+    """Settings of a comparison of models that are trained on several tasks with several seeds (docs/results.md)."""
 
     __pydantic_config__ = FORM
 
@@ -209,8 +209,8 @@ class CompareSettings:
 def quiet_prefect(home: Path) -> dict[str, str]:
     """Return environment variables that disable Prefect's telemetry and put its files into `home`.
 
-    Set them before prefect is imported. They also exempt this machine from an HTTP proxy, so that Prefect's client
-    reaches a local server. The user's own proxy exemptions are kept.
+    Set the variables before prefect is imported. They also exclude this machine from an HTTP proxy, so that Prefect's
+    client reaches a local server. The user's own proxy exclusions are kept.
     """
     exemptions = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     exempt = "*" if exemptions == "*" else ",".join(filter(None, (exemptions, "127.0.0.1", "localhost")))

@@ -64,8 +64,8 @@ def run_child(
 ) -> int:
     """Run `command` to its end, and return the peak memory in bytes of the largest process in its process tree.
 
-    All its processes have ended when this returns or raises. Call it from the main thread, because signals interrupt
-    only that thread.
+    All processes of the tree have ended when this function returns or raises. Call it from the main thread, because
+    signals interrupt only that thread.
 
     Args:
         log: Called with each line of output (stdout and stderr) that is not blank.
@@ -133,7 +133,7 @@ def run_in_background(
 def _start(
     command: list[str], output: int | IO[bytes], grace: float, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """Start the supervisor. Return its process, and a socket to it; closing the socket ends all children."""
+    """Start the supervisor. Return its process and a socket to it. Closing the socket ends all children."""
     if sys.platform != "linux":
         raise RuntimeError(f"child processes need prctl and /proc of Linux, but this is {sys.platform}")
     if threading.current_thread() is not threading.main_thread():
@@ -219,7 +219,7 @@ def _exec_child(command: list[str], prctl: Callable) -> None:
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
-    """Send SIGTERM once to each descendant. After `grace` seconds, send SIGKILL until none is left."""
+    """End all descendants: SIGTERM once, and SIGKILL after `grace` seconds. Put their wait statuses into `statuses`."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
     while alive := _descendants(os.getpid()):
@@ -234,7 +234,7 @@ def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
 
 
 def _reap(statuses: dict[int, int]) -> None:
-    """Record the wait status, by process id, of every child that has ended, including adopted ones."""
+    """Record the wait status of every child that has ended, including adopted ones, by process id in `statuses`."""
     with contextlib.suppress(ChildProcessError):  # there are no children
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             statuses[ended[0]] = ended[1]

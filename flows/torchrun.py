@@ -21,7 +21,7 @@ Watch = Callable[[], object]
 
 
 class TrainingStopped(RuntimeError):
-    """Raised if SIGTERM or SIGINT from outside the flow stopped a training run, which has saved a checkpoint."""
+    """Raised if SIGTERM or SIGINT from outside the flow stopped a training run after it saved a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def train(
 
 
 def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: dict[str, object], log: Log) -> Trained:
-    """Run `vlbert evaluate` for each split of `settings` without results. Return `trained` with all results added."""
+    """Evaluate each split of `settings` that has no results yet. Return `trained` with the results of all splits."""
     from vlbert.evaluation.evaluate import find_evaluation  # here, as above
 
     store = open_store(root, write=False)
@@ -116,13 +116,13 @@ def drop_none(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def make_arguments(settings: PretrainSettings | FinetuneSettings, fields: Mapping[str, object]) -> list[str]:
-    """Return the arguments of `vlbert train`: the recipe, `fields` and the overrides, which take precedence."""
+    """Return the arguments of `vlbert train`: the recipe, `fields` and the overrides. Overrides take precedence."""
     recipe = settings.recipe if isinstance(settings, PretrainSettings) else settings.recipe_name
     return [*shlex.split(recipe), *as_arguments(fields), *settings.overrides]
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
-    """Raise ValueError if an override sets one of the fields in `settings`, which the stage sets itself."""
+    """Raise ValueError if an override sets a field of `settings`, because the stage itself sets these fields."""
     for argument in overrides:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         field = name.removeprefix("no_")

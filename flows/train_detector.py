@@ -22,7 +22,7 @@ SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 def train_detector(
     root: str, settings: TrainDetectorSettings, log: Log = print, watch: Watch = lambda: None
 ) -> Trained:
-    """Train or resume a detector, and write ROOT/runs/RUN/weights.safetensors. Call it from the main thread only."""
+    """Train or resume a detector, and write ROOT/runs/RUN/weights.safetensors. Call this from the main thread only."""
     started = time.monotonic()
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe

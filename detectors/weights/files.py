@@ -1,4 +1,4 @@
-"""Weight files (safetensors) of the Faster R-CNN. They are loaded completely or not at all, and identified by hash."""
+"""Weight files (safetensors) of the Faster R-CNN, identified by their hash and loaded completely or not at all."""
 
 import json
 import re
@@ -28,8 +28,9 @@ _MISMATCH = "does not fit the network; check whether it is for another preset"
 def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
     """Load all weights of a file into the network, and return the metadata that FasterRCNNDetector needs.
 
-    If the file has no attribute head, the network's is removed. The file may lack anchors. If any other tensor is
-    missing, unexpected or of the wrong shape, nothing is loaded, and a ValueError lists these tensors.
+    If the file has no attribute head, the network's head is removed. If it has no anchors, the network keeps its own.
+    If another tensor is missing, unexpected or of the wrong shape, nothing is loaded, and a ValueError lists all such
+    tensors.
     """
     tensors, texts = read_safetensors(file)
     if tensors and all(name.startswith(RESNET) for name in tensors):
@@ -178,7 +179,7 @@ def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raise ValueError if `tensors` do not fit `expected`. Its text is `message` and up to 20 of the errors."""
+    """Raise ValueError if `tensors` do not fit `expected`. The error's text is `message` and up to 20 reasons."""
     if errors := find_tensor_errors(tensors, expected):
         more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
         raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

@@ -120,7 +120,7 @@ VLBERT = Release(
 
 
 def find_release(shapes: Mapping[str, torch.Size], file: Path) -> Release:
-    """Return the release to which a file belongs, given its tensors' shapes by name. Raises ValueError if unknown."""
+    """Return the release of a file, given its tensors' shapes by name. Raises ValueError if the release is unknown."""
     logits, deltas = (shapes.get(f"{_RPN}{part}.bias") for part in ("objectness_logits", "anchor_deltas"))
     if logits and deltas:
         return MILVLG if 2 * logits[0] == deltas[0] else AIRSPLAY  # two channels per anchor, or one
@@ -223,7 +223,10 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return False for batch counters and pixel statistics. Raises ValueError if the statistics differ from ours."""
+    """Return True if a tensor is a weight, not a norm's batch counter or a pixel mean or standard deviation.
+
+    Raises ValueError if the file's pixel mean or standard deviation differs from this network's.
+    """
     if name in _PIXEL_STATISTICS and not release.resnet_only:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):

@@ -1,4 +1,4 @@
-"""Reader of published weight files, which removes the wrappers that trainers put around tensors and their names.
+"""Read published weight files, and remove the wrappers that training programs put around tensors and their names.
 
 A file is in torch's format, a safetensors file, or a pickle of numpy arrays. No code in it is run: torch reads its own
 format with weights_only, and storage/pickles.py reads the pickles.
@@ -29,7 +29,7 @@ _MAX_EXPANSION = 4
 
 
 def strip_wrappers(key: str) -> str:
-    """Return a tensor's name without the prefixes that wrappers add: module.x and module._orig_mod.x become x."""
+    """Return a tensor's name without the prefixes of DataParallel and torch.compile: module._orig_mod.x becomes x."""
     return _WRAPPERS.sub("", key)
 
 

@@ -1,4 +1,4 @@
-"""The 10-100 rule at its borders; tests/conformance holds it against the official selection."""
+"""The selection of 10 to 100 regions at its borders; tests/conformance holds it against the official selection."""
 
 import json
 
