@@ -1,4 +1,4 @@
-"""Prefect flows for all stages: their order, processes and retries. Read pipeline.py first."""
+"""Prefect flows: one for each stage, and one for the whole pipeline. Read pipeline.py first."""
 
 from storage.programs import require
 

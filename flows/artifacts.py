@@ -62,7 +62,7 @@ class Artifact:
 
 @contextmanager
 def log_errors() -> Iterator[None]:
-    """Context manager: log errors instead of raising them. If the server is unreachable, give up within seconds."""
+    """Context manager that logs errors instead of raising them. Requests to an unreachable server fail in seconds."""
     try:
         with fail_fast():
             yield
@@ -88,7 +88,7 @@ def make_counts_table(catalog: Catalog, stage: str) -> str:
 
 
 def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
-    """Return the first `detail` text of each of these error statuses."""
+    """Return a dict from each of these error statuses to the `detail` text of the first row with that status."""
     details: dict[str, str] = {}
     for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
         for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():

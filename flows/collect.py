@@ -23,7 +23,7 @@ COMMITTED = "vlbert.images.committed"
 
 
 def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Return True if a retry may help, because a task failed to reach the network or the storage."""
+    """Return True if a task failed because the network or the storage was unavailable. A retry may then help."""
     error = state.result(raise_on_failure=False)
     status = getattr(error, "http_status", None)  # of the storage's response
     return isinstance(error, ConnectionError | TimeoutError) and (status is None or status == 429 or status >= 500)

@@ -3,7 +3,7 @@
     make serve                                              # server, worker and the deployments of prefect.yaml
     prefect deployment run pretrain-vlbert/default --watch  # in another terminal
 
-Each stage is a flow that can also run separately. Its file has the flow and the plain function that it calls. The
+Each stage is a flow that can also run separately. Its file has the flow and the plain function that the flow calls. The
 storage records what is done: a second run collects and detects only what is missing, and training resumes from its last
 checkpoint.
 """

@@ -56,7 +56,7 @@ def wait_for_server() -> None:
 
 @contextmanager
 def fail_fast() -> Iterator[None]:
-    """Context manager: make Prefect's clients fail within seconds if the server is unreachable."""
+    """Context manager that makes Prefect's clients fail within seconds if the server is unreachable."""
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1, PREFECT_API_REQUEST_TIMEOUT: 10.0}):
@@ -156,8 +156,8 @@ def end_as_cancelled() -> None:
 def collect_garbage_in_thread() -> None:
     """From now on, collect garbage only in a separate thread, to avoid a deadlock on SQLite.
 
-    Garbage collection in the event loop's thread finalises SQLite cursors. This waits if another thread uses their
-    connection. The other thread waits up to 60 s for the database lock, and the transaction that holds the lock waits
+    Garbage collection in the event loop's thread finalises SQLite cursors. It has to wait if another thread is using
+    their connection. That thread waits up to 60 s for the database lock, and the transaction that holds the lock waits
     for the event loop.
     """
 

@@ -67,6 +67,6 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Log) -> None:
 
 @flow(name="pretrain", flow_run_name="{settings.recipe} {settings.run}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
-    """Pre-train VL-BERT on one or more datasets."""
+    """Pre-train VL-BERT on the regions of `detector` (an id). `work` is a local folder for the tokenised corpus."""
     log, run = stage_logger().info, settings.resolved_recipe.run
     return show_training("pretrain", root, run, log, lambda watch: pretrain(root, work, settings, detector, log, watch))

@@ -35,7 +35,7 @@ _POLL = 0.5  # seconds between two checks of server and worker
 def serving(
     home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: run a Prefect server and a worker for the deployments in a file.
+    """Context manager that runs a Prefect server, and a worker for the deployments in a file.
 
     Args:
         home: Folder for the database and the logs.
@@ -99,7 +99,7 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
 
 
 def wait_for_server(check: Callable[[], None]) -> None:
-    """Wait until the server at PREFECT_API_URL responds, and keep calling `check`. Raises RuntimeError after 120 s."""
+    """Wait until the server at PREFECT_API_URL responds, calling `check` meanwhile. Raises RuntimeError after 120 s."""
     from prefect.client.orchestration import get_client  # here, because it reads settings that callers set first
 
     deadline = time.monotonic() + _START_SECONDS

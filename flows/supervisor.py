@@ -118,7 +118,7 @@ def run_child(
 def run_in_background(
     command: Sequence[str | Path], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Context manager: run `command` with its output in the file `log`.
+    """Context manager that runs `command`, with its output in the file `log`.
 
     Yields a function that returns True while the command is running.
     """
@@ -156,7 +156,7 @@ def _start(
 
 
 def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float) -> tuple[int, int]:
-    """End the process tree if it still runs. Return the child's return code and the peak memory in bytes."""
+    """End the process tree if it is still running. Return the child's return code and the peak memory in bytes."""
     with lifeline:
         lifeline.shutdown(socket.SHUT_WR)
         try:

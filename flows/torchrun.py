@@ -26,7 +26,7 @@ class TrainingStopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of the evaluation of one split."""
+    """Result of evaluating one split."""
 
     split: str
     folder: str  # URI of the folder with its files
@@ -122,7 +122,7 @@ def make_arguments(settings: PretrainSettings | FinetuneSettings, fields: Mappin
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
-    """Raise ValueError if an override sets a field of `settings`, because the stage itself sets these fields."""
+    """Raise ValueError if an override sets a field that a stage setting controls. `settings` maps field to setting."""
     for argument in overrides:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         field = name.removeprefix("no_")
@@ -138,8 +138,8 @@ def torchrun(
     `log` and `watch` are passed to `run_child`. Progress lines are turned off.
 
     Raises:
-        ChildFailed: The training failed. `tail` contains the error of the failed rank.
-        TrainingStopped: The training was stopped by a signal. The message names the saved checkpoint.
+        ChildFailed: The training run failed. `tail` contains the error of the failed rank.
+        TrainingStopped: The training run was stopped by a signal. The message names the saved checkpoint.
     """
     try:
         return run_child(
