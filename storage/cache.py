@@ -35,7 +35,7 @@ _COPY_NAME = re.compile(rf"{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar(\.[0-9a-f]{{
 class ShardCache:
     """A local folder with copies of tars, at most `limit` bytes in total.
 
-    Raises ValueError if the folder is the store's root, inside it or above it.
+    Raises ValueError if the folder is the store's root, contains it or is inside it.
     """
 
     def __init__(self, store: ObjectStore, folder: str | Path, limit: int):
@@ -89,7 +89,7 @@ class ShardCache:
         threading.Thread(target=keep_filling, name="shard cache", daemon=True).start()
 
     def fill(self) -> None:
-        """Copy each missing tar for which there is room. Raises ValueError if a tar in the bucket is damaged."""
+        """Copy each missing tar into the folder if it fits. Raises ValueError if a tar in the bucket is damaged."""
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
         missing = []

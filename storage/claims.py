@@ -54,7 +54,7 @@ class Claims:
         self._end = threading.Event()
 
     def take(self, shards: Sequence[str]) -> str | None:
-        """Claim one of the shards without a live claim, at random. Return its name, or None if all have live claims."""
+        """Claim a random shard without a live claim. Return its name, or None if all shards have live claims."""
         live = self._find_live()
         for shard in sorted(random.sample(shards, len(shards)), key=live.__contains__):  # shards without a claim first
             if shard in self.held or live.get(shard):
@@ -76,7 +76,7 @@ class Claims:
             self.held.remove(shard)  # last: after a signal, the end of `with` tries again
 
     def renew(self) -> None:
-        """Renew all held claims by writing them again. If one cannot be written, leave the rest to the next call."""
+        """Renew all held claims by writing them again. If a write fails, leave the other claims to the next call."""
         with contextlib.suppress(StorageUnreachable):
             for shard in [*self.held]:
                 with self._lock:

@@ -74,7 +74,7 @@ def _tars_of_manifests(inventory: Inventory, since: float) -> tuple[set[str | No
 
 
 def _remove(store: ObjectStore, kind: str, info: ObjectInfo) -> bool:
-    """Delete a file if it is still unused. Return False if the file was written again or is in use now."""
+    """Delete a file from `find_garbage` if it is still unused. Return False if it was rewritten or is in use now."""
     if kind == _INTERRUPTED:
         Path(info.path).unlink(missing_ok=True)
         return True

@@ -1,6 +1,6 @@
 """Object stores: named objects in a local folder or under `s3://bucket/prefix`. No other module uses boto3.
 
-A put is atomic: readers see the whole object or none. Commits of shards use `put(..., if_absent=True)`. If several
+A put is atomic: readers see the whole object or nothing. Commits of shards use `put(..., if_absent=True)`. If several
 writers, even on different machines, put the same object, only the first put returns True.
 """
 
@@ -232,7 +232,7 @@ class LocalStore:
                     yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
-        """Remove a file, and its folder if that is empty now. A bucket has no empty folders either."""
+        """Remove a file and, if its folder is now empty, the folder too. A bucket has no empty folders either."""
         with _write_errors(file):
             try:
                 file.unlink()

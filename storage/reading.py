@@ -99,7 +99,7 @@ class ShardSamples:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
-        """Return the sample with this index. If it is invalid, raises ValueError with the tar and the byte offset."""
+        """Return the sample with this index. If it is invalid, raises ValueError, naming its tar and byte offset."""
         (sample,) = self.samples([number])
         if isinstance(sample, ValueError):
             raise sample
@@ -124,7 +124,7 @@ class ShardSamples:
         return [samples[number] for number in numbers]
 
     def _group_neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Group the indices of samples that can be read with one request. Withdrawn samples are left out."""
+        """Group the indices of samples that can be read together, with one request. Withdrawn samples are left out."""
         spans = sorted((*self._span(number), number) for number in {*numbers} - self.index.withdrawn.keys())
         groups, first, end = [], None, 0
         for tar, offset, length, number in spans:
@@ -163,7 +163,7 @@ class ShardSamples:
         return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
-        """Return `length` bytes of tar number `tar`, from a local file if there is one, else from the store."""
+        """Return `length` bytes at `offset` of tar number `tar`, from a local file if possible, else from the store."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
             with contextlib.suppress(OSError):  # from a failing disk, or for a file that was replaced on NFS

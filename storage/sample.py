@@ -98,7 +98,7 @@ class Regions:
         return np.where(self.labels < self.background, self.labels + 1, self.labels).astype(np.int32)
 
     def take(self, indices: np.ndarray) -> "Regions":
-        """Return the regions that `indices`, an int or bool array, selects."""
+        """Return the regions selected by `indices`, an int or bool array."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return dataclasses.replace(self, **{k: None if a is None else a[indices] for k, a in arrays.items()})
 

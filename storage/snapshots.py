@@ -2,7 +2,7 @@
 
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet
 
-A training run pins a snapshot, and reads the offsets of its samples from that file alone, except for shards from which
+A training run pins a snapshot, and reads the offsets of its samples from that file only, except for shards from which
 samples have since been withdrawn (storage/revised.py). docs/formats.md specifies the file.
 """
 
@@ -69,7 +69,7 @@ class ShardIndex:
         offset: int64 [S], bytes
         length: int32 [S], bytes
         path: path of the snapshot's file in `store`
-        withdrawn: keys, by index, of the samples withdrawn after the snapshot; they cannot be read (storage/revised.py)
+        withdrawn: index -> key of samples withdrawn after the snapshot; they cannot be read (storage/revised.py)
     """
 
     snapshot: Snapshot

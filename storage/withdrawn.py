@@ -45,7 +45,7 @@ class Withdrawn:
 
 
 def withdraw(store: ObjectStore, urls: Iterable[str], sha256: Iterable[str] = ()) -> Withdrawn:
-    """Withdraw images by URL or hash. Return those not withdrawn before. Raises ValueError for an invalid URL."""
+    """Withdraw images by URL or hash. Return the new withdrawals. Raises ValueError for an invalid URL."""
     requested, before = {*urls}, read_withdrawn(store)
     for url in requested:
         if not url.strip() or "\n" in url or any("\ud800" <= letter <= "\udfff" for letter in url):

@@ -97,7 +97,7 @@ class Catalog:
         return {header.shard: header for header in self.manifests(stage, [*self.newest(stage, shards).values()])}
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Return an iterator over the given columns of newest manifests. `shards` defaults to all committed shards."""
+        """Return an iterator over `columns` of the newest manifests. `shards` defaults to all committed shards."""
         names = [*self.newest(stage, shards).values()]
         return (manifest.table for manifest in self.manifests(stage, names, columns))
 

@@ -46,7 +46,7 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 class AddressGuard:
-    """Checks URLs and addresses. `allowed_hosts` (host:port) are exempt from the rules on ports and addresses."""
+    """Refuses unsafe URLs and IP addresses. `allowed_hosts` (host:port) are exempt from port and address checks."""
 
     def __init__(self, allowed_hosts: Iterable[str]):
         self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}
@@ -70,7 +70,7 @@ class AddressGuard:
         return parsed
 
     def check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise Refused if an address of `host` is not public, unless host:port is allowed."""
+        """Raise Refused if `address`, an IP address of `host`, is not public, unless host:port is allowed."""
         if f"{host.lower()}:{port}" in self.allowed:
             self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):

@@ -158,7 +158,7 @@ class Fetcher:
         return wait if wait <= _MAX_WAIT else None
 
     async def _attempt(self, url: str, end: float, second_pass: float | None) -> bytes:
-        """Request a URL without retries, follow its redirects, and return its body."""
+        """Request a URL without retries, follow redirects, and return the body. For `second_pass`, see `fetch`."""
         address = url
         for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
@@ -170,9 +170,9 @@ class Fetcher:
         raise Refused(Status.TOO_MANY_REDIRECTS, f"more than {_MAX_REDIRECTS}, the last to {display_url(address)}")
 
     async def _check_host(self, url: "yarl.URL", second_pass: float | None) -> None:
-        """Raise Refused if a URL's robots.txt forbids it or is unavailable.
+        """Raise Refused if the host's robots.txt forbids the URL or is unavailable.
 
-        In the first pass, also raise Refused if the URL's host is silent.
+        In the first pass (`second_pass` is None), also raise Refused if the host is silent (storage/collect/hosts.py).
         """
         host = _host_of(url)
         if second_pass is None and self.hosts.is_silent(host):
@@ -208,7 +208,7 @@ class Fetcher:
     async def _get(
         self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
     ) -> _Answer:
-        """Send one request and return `read(response)`. Raises Refused if it fails or is not done by the time `end`."""
+        """Send one request and return `read(response)`. Raises Refused if the request fails or is not done by `end`."""
         import aiohttp
 
         try:

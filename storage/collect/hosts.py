@@ -88,7 +88,7 @@ class Hosts:
         self._start(host)
 
     def is_silent(self, name: str) -> bool:
-        """Return True if the last BREAKER or more requests to the host timed out or lost their connections."""
+        """Return True if at least the last BREAKER requests to the host timed out or lost their connections."""
         return self.host(name).failures >= BREAKER
 
     def _lower(self, host: "Host", limit: int) -> None:
@@ -122,7 +122,7 @@ class Hosts:
 
 
 class Host:
-    """The state of one host, including the URLs that wait for it. Times are by the event loop's clock."""
+    """The state of one host, including the URLs that wait for it. Its times are read from the event loop's clock."""
 
     def __init__(self, limit: int):
         self.limit = limit

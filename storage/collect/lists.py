@@ -99,7 +99,7 @@ def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
 
 
 def license_column(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a tuple with the name of the licence column, or () if there is none."""
+    """Find the licence column among the column `names`. Return a tuple with its name, or () if there is none."""
     by_lower = {name.lower(): name for name in names}
     return tuple(by_lower[name] for name in _LICENSES if name in by_lower)[:1]
 

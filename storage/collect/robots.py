@@ -68,8 +68,8 @@ class Rules:
 def _limit_lines(data: bytes) -> list[str]:
     """Return the lines of a robots.txt without comments, up to MAX_BYTES, MAX_LINES and MAX_WILDCARDS.
 
-    All agents except ours and `*` are given the same name, because protego's cost is the number of agents times the
-    number of rules.
+    All agents except ours and `*` are given the same name, because protego's cost grows with the number of agents
+    times the number of rules.
     """
     text = data[:MAX_BYTES].decode("utf-8-sig", errors="replace")
     if len(data) >= MAX_BYTES:

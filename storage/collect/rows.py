@@ -3,9 +3,9 @@
     ROOT/<dataset>/images/rows/<id>.parquet           index: the parts, and the rows that repeat an earlier one
     ROOT/<dataset>/images/rows/part-<hash>.parquet    a part: up to PART_ROWS rows
 
-The list, folder or tars are read once and written as parts named by content. The index is written last, and
-only if it does not exist yet. As long as the list does not change, all runs on all machines read only these files. If
-rows are added at the end of the list, its first parts are used again. docs/formats.md specifies the layout.
+The list, folder or tars are read once and written as parts named by a hash of their content. The index is written
+last, and only if it does not exist yet. As long as the list does not change, all runs on all machines read only these
+files. If rows are added at the end of the list, its first parts are reused. docs/formats.md specifies the layout.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """`vlbert collect`: downloads the images of a caption list, or imports local images, into shards of the `images` stage.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
-downloaded again. If rows are added at the end of the list, they make new shards. If rows of committed shards have
-changed, that is an error, because the dataset would mix two lists. Any number of processes may run at once, on any
-machines that read the same list. Each claims the shards that it works on (storage/claims.py), and at the end waits for
-the other processes.
+downloaded again. If rows are added at the end of the list, they make new shards. It is an error if rows of committed
+shards have changed, because the dataset would mix two lists. Any number of processes may run at once, on any machines
+that read the same list. Each process claims the shards that it works on (storage/claims.py), and at the end waits for
+the others.
 
     vlbert collect ROOT DATASET --captions LIST
 """
@@ -75,7 +75,7 @@ class Collected:
 
 
 class NothingStored(ValueError):
-    """Raised if no row of a dataset is ok, neither in committed nor in new shards."""
+    """Raised if a dataset has no ok row in any shard, committed or new."""
 
 
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
@@ -89,8 +89,8 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    `run_group` collects one group (default: `collect_group`). Raises NothingStored if neither the new nor the older
-    shards of the dataset have an ok row.
+    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no shard of the dataset,
+    new or older, has an ok row.
     """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, log=log)

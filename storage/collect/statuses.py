@@ -84,7 +84,7 @@ _FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # no r
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:
     """Return the statuses to retry, given their names. `http_4xx` and `http_5xx` stand for all statuses of that class.
 
-    Raises ValueError for an unknown name, and for a status that no further request would change, such as `ok`.
+    Raises ValueError for an unknown name, and for a status that another request would not change, such as `ok`.
     """
     retryable, statuses = set(Status) - _FINAL, set()
     for name in names:

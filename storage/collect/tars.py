@@ -40,7 +40,7 @@ class TarSet:
 
     @property
     def identity(self) -> list:
-        """Name, size and date of each tar, to find out whether a tar has changed."""
+        """Name, size and date of each tar, used to detect changed tars."""
         return [[info.path, info.size, info.modified] for info in self._tars]
 
     def rows(self, reading: Reading) -> Iterator[CaptionRow]:
@@ -158,5 +158,5 @@ def _recognise(fields: Iterable[str]) -> tuple[str, ...]:
 
 
 def _utf8(name: str) -> str:
-    """Escape the bytes of a member's name that are not UTF-8."""
+    """Escape the bytes in a member's name that are not valid UTF-8."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
