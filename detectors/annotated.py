@@ -108,6 +108,6 @@ def _clip_bbox(bbox: Sequence[float], width: float, height: float, location: str
 
 
 def _was_rotated(image: dict, sample: Sample) -> bool:
-    """Return True if the image was annotated before its EXIF rotation was applied. Its boxes then do not fit."""
+    """Return True if the boxes do not fit, because the image was annotated before its EXIF rotation was applied."""
     annotated, stored = image["width"] - image["height"], sample.width - sample.height
     return "exif_rotated" in sample.flags and annotated * stored < 0

@@ -27,11 +27,11 @@ class Detections:
 
 
 def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarray, iou_threshold: float) -> np.ndarray:
-    """Return which detections are true positives, bool [K]. Detections with equal scores are matched in their order.
+    """Return which detections are true positives, bool [K]. Detections with equal scores are matched in input order.
 
     Args:
-        boxes: The boxes of the annotated objects, float32 [G, 4] xyxy.
-        labels: Their classes, int64 [G].
+        boxes: Boxes of the annotated objects, float32 [G, 4] xyxy.
+        labels: Classes of these objects, int64 [G].
     """
     true_positive = np.zeros(len(detections.scores), bool)
     matched = np.zeros(len(labels), bool)
@@ -47,8 +47,8 @@ def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarr
 def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
     """Return the area under the interpolated precision-recall curve of one class over all images.
 
-    `scores` and `true_positive`, both [K], describe the class's detections. Equal scores keep their order. `objects` is
-    the number of annotated objects of the class.
+    `scores` and `true_positive`, both [K], describe the class's detections. Detections with equal scores are ranked in
+    input order. `objects` is the number of annotated objects of the class.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(true_positive[order])

@@ -1,4 +1,4 @@
-"""Datasets to train and validate the detector. Training images are shuffled in each epoch and mirrored at random."""
+"""Datasets for training and validating the detector. Training images are shuffled each epoch and mirrored at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def read_bgr(image: LabelledImage) -> np.ndarray:
 
 
 def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """Read an image and resize it for the network, as BGR [H, W, 3]. Raises a BAD_IMAGE error if it is unusable."""
+    """Read an image, resized for the network as BGR [H, W, 3]. Raises one of BAD_IMAGE if the image is unusable."""
     size = resized_size(image.height, image.width, config)
     if min(size) < NARROWEST_INPUT:
         raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
@@ -98,7 +98,7 @@ class TrainingImages(Dataset):
 
 
 class HeldOutImages(Dataset):
-    """A dataset of this rank's held-out images. An item is (index in `images`, resized BGR pixels or error message)."""
+    """This rank's held-out images. An item is a pair: index in `images`, and resized BGR pixels or an error message."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, world: World):
         self.images, self.network = images, network

@@ -155,7 +155,7 @@ def apply_deltas(
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Return the `count` highest scores of each image, best first, and the matching rows of `others` [N, K, 4]."""
+    """Return each image's `count` highest `scores` [N, K], best first, and the matching rows of `others` [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :count, None].expand(-1, -1, 4)
     return scores[:, :count], *(other.gather(1, order) for other in others)
@@ -249,7 +249,7 @@ class AttributeHead(nn.Module):
 
 
 class BoxPredictor(AttributeHead):
-    """The class, box and attribute heads. The attribute head is given the most probable class."""
+    """The class, box and attribute heads. The attribute head uses the most probable class."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()

@@ -258,7 +258,7 @@ def _open_h5(path: Path) -> FeatureFile:
 
 
 def _decode_cell(raw: bytes) -> str:
-    """Decode a TSV cell, and remove the b'...' that programs for Python 2 put around it when run with Python 3."""
+    """Decode a TSV cell, and remove the b'...' that Python 2 programs put around it when run with Python 3."""
     text = raw.decode("utf-8", "replace")
     return text[2:-1] if text[:2] in ("b'", 'b"') and text[-1:] == text[1] else text
 

@@ -51,7 +51,7 @@ class GroundTruth:
 
     @property
     def hash(self) -> str:
-        """Hash (16 hex digits) of the image ids and sizes, objects and names, but not of folders or pixels."""
+        """Hash (16 hex digits) of image ids and sizes, objects and names. Folders and pixels do not change it."""
         digest = hashlib.sha256(json.dumps([self.classes, self.attribute_names]).encode())
         for split in (self.train, self.held_out):
             digest.update(f"{len(split)} images".encode())
@@ -126,7 +126,7 @@ def _read_coco(
 
 
 def _find_files(folders: Sequence[str], annotated: Sequence[AnnotatedImage]) -> dict[str, Path]:
-    """Return a dict from file name to path, in the first folder that has the file. Absent images are left out."""
+    """Return a dict from file name to path. Folders are searched in order. Files that are in no folder are left out."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"data.images: {folder} is not a folder")

@@ -33,8 +33,8 @@ Fields = dict[str, Any]
 class ImportedDetector:
     """A detector that looks up the regions of an image in feature files.
 
-    Raises ValueError if a file is missing, has an unknown format or an unusable first row. An image without a usable
-    row gets a status instead of regions.
+    Raises ValueError if a file is missing, has an unknown format, or has an unusable first row. An image without a
+    usable row gets a status instead of regions.
     """
 
     def __init__(self, settings: ImportedFeatures, keep_features: bool):

@@ -1,4 +1,4 @@
-"""The detector's five training losses. Anchors and regions are matched to objects, and sampled.
+"""The detector's five training losses, and the matching and sampling of anchors and regions that they need.
 
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
@@ -43,7 +43,7 @@ class Example:
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
-    """Return the deltas [K, 4] with which apply_deltas moves `boxes` [K, 4] to `targets` [K, 4]."""
+    """Return the deltas [K, 4] with which apply_deltas, with the same weights, turns `boxes` [K, 4] into `targets`."""
     size, target_size = boxes[:, 2:] - boxes[:, :2], targets[:, 2:] - targets[:, :2]
     centre, target_centre = boxes[:, :2] + 0.5 * size, targets[:, :2] + 0.5 * target_size
     deltas = torch.cat([(target_centre - centre) / size, torch.log(target_size / size)], dim=1)
@@ -143,7 +143,7 @@ class Losses(nn.Module):
     def _sample_regions(
         self, proposals: Tensor, example: Example, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int]:
-        """Return sampled regions [R, 4], foreground first, their objects' indices [R], and the foreground count."""
+        """Return sampled regions [R, 4] (foreground first), their objects' indices [R], and the foreground count."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
         best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)

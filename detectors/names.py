@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_lines(file: Path, items: str) -> list[str]:
-    """Read the lines of a text file. Raises ValueError if it is unreadable. `items` names the lines in the message."""
+    """Read the lines of a text file. Raises ValueError if it is unreadable. The message calls the lines `items`."""
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -18,8 +18,8 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
     """Rebuild a recorded detector on the CPU. Warns if the rebuilt detector does not have the recorded id.
 
     `recorded` holds the detector's `id` and `metadata`. `file` is the weight file, which is not needed for random
-    weights. `source` names the model or run that has the record, in error messages. Raises ValueError if the record
-    has no network, or if the weight file is not the recorded one.
+    weights. In messages, `source` names the model or run that has the record. Raises ValueError if the record has
+    no network, or if the weight file is not the recorded one.
     """
     recorded = recorded or {}
     metadata = recorded.get("metadata") or {}

@@ -122,7 +122,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
 
 def detector_demo() -> DetectorRecipe:
-    """Configure training on the data of `make demo` from random weights: about three minutes with one thread."""
+    """Configure training on the data of `make demo` from random weights. Takes about three minutes with one thread."""
     # ResNet and pooling are those of VL-BERT's demo, so that its Fast R-CNN can start from these weights. RoIAlign
     # keeps positions within cells of 16 pixels, while RoIPool rounds them; shapes are learned in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")

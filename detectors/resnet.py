@@ -97,7 +97,7 @@ class NormedConv(nn.Conv2d):
 
     @property
     def folds(self) -> bool:
-        """True if `forward` uses `fold`, as it does after fold_norms and for frozen norms in half precision."""
+        """True if `forward` uses `fold`: after fold_norms, and for frozen norms in half precision."""
         # Not in float32, where folding would round differently from the published code. Exact zeros before a ReLU would
         # become nonzero, which would change the gradients of some convolutions by 0.1 %.
         if isinstance(self.norm, FrozenNorm):

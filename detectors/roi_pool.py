@@ -17,7 +17,7 @@ def roi_pool_chunks(
     """Pool boxes from one map, and yield `chunk_size` boxes at a time: [k, C, S, S] of `dtype`, channels last.
 
     `c4` is [C, h, w], `boxes` is [K, 4] in input pixels, and `scale` is cells per input pixel. The map is rounded to
-    `dtype` before pooling, which gives the same result as rounding the maxima.
+    `dtype` before pooling. Rounding the maxima would give the same result.
     """
     channels, height, width = c4.shape
     down = _compute_bins(boxes[:, 1], boxes[:, 3], size, scale, height)
@@ -47,7 +47,7 @@ def roi_pool_chunks(
 
 
 def _compute_bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Divide intervals (input pixels) into `size` bins. Return their start and exclusive end cells, int64 [K, S]."""
+    """Split intervals (input pixels) into `size` bins. Return the bins' start and exclusive end cells, int64 [K, S]."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()  # rounded as in Caffe
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)  # float32, as in Caffe

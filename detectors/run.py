@@ -176,7 +176,7 @@ def identify(config: DetectionConfig) -> str:
 
 
 def _network_config(config: DetectionConfig) -> "FasterRCNNConfig":
-    """Return the network settings of the preset or the weight file, with the changes of `config.network`."""
+    """Return the network settings of the preset or the weight file, with the overrides in `config.network` applied."""
     from detectors.faster_rcnn import PRESETS
     from detectors.weights.files import read_config
 

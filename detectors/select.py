@@ -73,7 +73,7 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
 def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float = 0.0) -> np.ndarray:
     """Return each box's highest probability among the classes in which it survives NMS, float32 [P].
 
-    Probabilities below `floor` count as 0. `overlaps`, bool [P, P], is from find_overlaps.
+    `overlaps` is the result of find_overlaps, and `probs` is [P, C]. Probabilities below `floor` count as 0.
     """
     probs = probs[:, (probs >= floor).any(axis=0)]
     if not probs.size:

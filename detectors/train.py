@@ -5,7 +5,7 @@
 
 RECIPE is a function of detectors/recipes.py; fields are those of its dataclasses, such as --root FOLDER or
 --optimizer.learning_rate 1e-4. A stopped run resumes from its last checkpoint. A complete run writes
-ROOT/runs/RUN/weights.safetensors, which `vlbert detect` and `verify-detector` read. For details see docs/detector.md.
+ROOT/runs/RUN/weights.safetensors for `vlbert detect` and `verify-detector`. For details see docs/detector.md.
 """
 
 import dataclasses

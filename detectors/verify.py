@@ -25,7 +25,7 @@ _REGIONS = 15  # drawn regions per image: the most probable ones
 
 
 def read_sample(file: Path) -> Sample:
-    """Read an image file as the Sample that `vlbert collect` would store. Raises ValueError if it would be rejected."""
+    """Read an image file as the Sample that `vlbert collect` would store. Raises ValueError if the image is invalid."""
     try:
         image = normalise(file.read_bytes(), ImageSettings())
     except Refused as error:
@@ -44,7 +44,7 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
 
 
 def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
-    """Print the most probable regions of an image, and draw them in `folder`. Raises ValueError if there are none."""
+    """Print the most probable regions of an image, and draw them in `folder`. Raises ValueError if none are found."""
     sample = read_sample(file)
     (regions,) = detector.detect([sample])
     if isinstance(regions, str):

@@ -49,7 +49,7 @@ class Writer:
 
     Files are written in the order in which they were queued. A new version of a file replaces one that is still queued.
     If the storage refuses a write (StorageUnreachable: unreachable, full or forbidden), this is logged once, and the
-    write is retried until it succeeds. Any other error is raised by the next call of a method. On exit, the context
+    write is retried until it succeeds. Any other error is raised by the next method call. On exit, the context
     manager waits until all files are written. If some cannot be written, StorageUnreachable is raised with their names.
 
     Attributes:
@@ -157,8 +157,8 @@ def write_checkpoint(
 ) -> str:
     """Queue a checkpoint to be written, and return its path. Old checkpoints are removed afterwards.
 
-    This function first waits until the previous checkpoint is written. But if the storage refuses writes, the new
-    checkpoint replaces the previous one in the queue at once. The tensors are copied before this function returns.
+    This function first waits until the previous checkpoint is written. If the storage refuses writes, it does not wait,
+    and the new checkpoint replaces the previous one in the queue. The tensors are copied before the function returns.
 
     Args:
         files: Contents of all files except state.json, by name.
@@ -234,7 +234,7 @@ def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[st
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises ValueError if it is damaged or of another format."""
+    """Return the tensors of a safetensors file. Raises ValueError if the file is damaged or has another format."""
     data = folder.get(name)
     try:
         return load(data)

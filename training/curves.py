@@ -35,7 +35,7 @@ def draw_curves(store: ObjectStore, run: str) -> str | None:
 def select_lines(rows: Sequence[dict[str, float]], *words: str) -> Lines:
     """From rows of metrics.jsonl, select the metrics whose names contain one of `words`.
 
-    Names with a slash are skipped, such as accuracy/yes/no, which is the accuracy on yes/no questions.
+    Names with a slash, such as accuracy/yes/no (the accuracy on yes/no questions), are skipped.
     """
     names = dict.fromkeys(name for row in rows for name in row if "/" not in name and any(w in name for w in words))
     return {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}

@@ -17,8 +17,8 @@ EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
     """Yield data[step] for each of `steps`, in order, loaded ahead of time by `workers` processes.
 
-    The batches are on `device`. Errors of data, settings or storage (EXPECTED) in the worker processes are raised here
-    with their original type.
+    The batches are on `device`. If a worker process raises one of the errors in EXPECTED, the error is raised here with
+    its original type.
     """
     loader = DataLoader(
         _ErrorsAsItems(data),
@@ -65,7 +65,7 @@ def _move(item: Any, device: torch.device) -> Any:
 
 
 class _ErrorsAsItems(Dataset):
-    """A dataset that returns EXPECTED errors as items. If raised, DataLoader would turn them into traceback text."""
+    """A dataset that returns EXPECTED errors as items. DataLoader would turn raised errors into traceback text."""
 
     def __init__(self, data: Dataset):
         self.data = data

@@ -30,7 +30,7 @@ _HEARTBEAT_SECONDS = 10.0  # minimum time between heartbeats with the same state
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A sample that could not be read or decoded. Its slot in the batch has weight 0."""
+    """A sample that could not be read or decoded, and the reason."""
 
     step: int  # optimizer step of the batch, from 1; 0 in a validation
     key: str | None  # None if the key could not be read
@@ -188,7 +188,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log new unreadable samples, and print the first of these. Return the number found in training data so far."""
+        """Log new unreadable samples, and print the first one. Return the number found in training data so far."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
@@ -253,7 +253,7 @@ def read_lines(store: ObjectStore, path: str) -> list[dict[str, Any]]:
 
 
 def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group the metrics named `<dataset>/<metric>` by dataset, if `metrics` has `<metric>` as well.
+    """Group the metrics named `<dataset>/<metric>` by dataset, if `metrics` also has the plain `<metric>`.
 
     Other names with a slash, such as accuracy/yes/no (the accuracy on yes/no questions), are left out.
     """

@@ -201,7 +201,7 @@ def add_gradients(
 ) -> tuple[Losses, list[Tensor]]:
     """Run the forward and backward passes of a step for all `parts` of its batch.
 
-    Returns the last part's losses, and the result of `sum_losses` for each part. `waited`: seconds of waiting for data.
+    Returns the last part's losses, and each part's `sum_losses` result. `waited`: seconds spent waiting for data.
     """
     losses, totals, world = {}, [], run.world
     for number, part in enumerate(parts):

@@ -27,7 +27,7 @@ LOSS = "loss_"  # prefix of losses in the log; measures have no prefix
 def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float) -> Tensor:
     """Sum the losses of one part of a step's batch over all ranks, without waiting for the device.
 
-    Every rank must call this, with losses of the same names.
+    Every rank must call this, with the same loss names.
 
     Returns:
         A tensor on the device (float64 [2 * number of losses + 2]): the sum of each loss, the divisors for their means,
@@ -70,7 +70,7 @@ class Step:
     def of(
         cls, losses: Losses, parts: Sequence[Tensor], norm: Tensor, weights: Mapping[str, float], world: World
     ) -> "Step":
-        """Build a Step from the results of `sum_losses` for all parts of a batch. Waits for the device."""
+        """Build a Step from the gradient norm and the `sum_losses` results of a batch's parts. Waits for the device."""
         names = [(LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items()]
         *numbers, norm = torch.cat([*parts, norm.detach().double().reshape(1)]).tolist()
         rows = np.reshape(numbers, (len(parts), -1))
@@ -119,7 +119,7 @@ class RunningAverages:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: exclude the time of the block from the training time."""
+        """Context manager: exclude the time spent in the block from the training time."""
         began = time.monotonic()
         yield
         self._paused += time.monotonic() - began

@@ -34,8 +34,8 @@ def run_program(
 ) -> None:
     """Run the command line `PROGRAM RECIPE [--field value ...]`, as one process or under torchrun.
 
-    Errors are printed as one line. `program` is the name for messages. `check_complete` raises ValueError if the recipe
-    lacks a required field.
+    Errors are printed as one line. `program` is the program's name in messages. `check_complete` raises ValueError if
+    the recipe lacks a required field.
     """
     recipe_name, remaining = split_recipe(arguments, program, description, recipes)
     name = f"{program} {recipe_name}"
@@ -108,8 +108,8 @@ def find_trackers(names: Sequence[str]) -> dict[str, MakeTracker]:
 def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
     """Return the function with this name in `recipes` or, if the name is MODULE:FUNCTION, the function of that module.
 
-    The module may be in the working directory. Raises ValueError if there is no such function. Error messages call the
-    function a `kind`.
+    The module may be in the working directory. Raises ValueError if there is no such function. `kind` is the word for
+    the function in error messages.
     """
     if name in recipes:
         return recipes[name]

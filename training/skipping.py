@@ -49,7 +49,7 @@ class Skipping:
 
 
 class LiveNorms:
-    """Running statistics of a model's BatchNorms, saved before each step and restored if it is skipped."""
+    """Running statistics of a model's BatchNorms, saved before each step and restored if the step is skipped."""
 
     def __init__(self, model: nn.Module):
         norms = [norm for norm in model.modules() if getattr(norm, "track_running_stats", False)]

@@ -1,1 +1,1 @@
-"""Weight files of the detector: our own and the published ones, whose pickles are read without running code."""
+"""Weight files of the detector, our own and published ones. Pickles are read without running their code."""

@@ -93,7 +93,7 @@ def _parse_metadata(texts: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
-    """Return the configuration of a weight file's network. Raises ValueError if the file does not describe it."""
+    """Return the configuration of a weight file's network. Raises ValueError if the configuration is missing."""
     network = read_metadata(file)["network"]
     if network is None:
         raise ValueError(f"{file} does not describe the network of its weights; set preset")
@@ -136,8 +136,8 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     """Load the ResNet of a detector's weight file (`backbone.*`, `roi_heads.res5.*`) for VL-BERT's region features.
 
-    The batch counters of trainable norms become 0. If a tensor is missing, unexpected or of the wrong shape, nothing is
-    loaded, and a ValueError lists these tensors.
+    The batch counters of trainable norms are set to 0. If a tensor is missing, unexpected or of the wrong shape,
+    nothing is loaded, and a ValueError lists these tensors.
     """
     # The stem's pooling is not checked: VL-BERT's authors pad it, but use weights that were trained without padding.
     check_resnet(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
@@ -179,7 +179,7 @@ def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raise ValueError if `tensors` do not fit `expected`. The error's text is `message` and up to 20 reasons."""
+    """Raise ValueError if `tensors` do not fit `expected`. The error's text is `message` and up to 20 mismatches."""
     if errors := find_tensor_errors(tensors, expected):
         more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
         raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

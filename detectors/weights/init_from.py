@@ -73,7 +73,7 @@ def _find_incompatible_parts(
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:
-    """Rename tensors to our names, and adapt the stem's weights to our input: BGR from 0 to 255, minus our mean."""
+    """Rename tensors to our names, and adapt the stem to our input (BGR from 0 to 255, with our mean subtracted)."""
     if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
         raise ValueError(
             f"{file} is not a torchvision ResNet (layer1..4 and fc); published weights must be converted first with "

@@ -37,7 +37,7 @@ def _move_first_to_end(rows: Tensor) -> Tensor:
 
 
 def _convert_deltas(rows: Tensor) -> Tensor:
-    """Drop the background's deltas from [4 (C + 1), ...], and multiply the others by the box weights."""
+    """Drop the background's rows from box deltas [4 (C + 1), ...], and multiply the other rows by the box weights."""
     foreground = rows[4:]
     # Multiplied, because our network divides by the box weights.
     weights = torch.tensor(_BOX_WEIGHTS).repeat(len(rows) // 4)[: len(foreground)]
@@ -179,7 +179,7 @@ class Converted:
 
 
 def convert(file: Path) -> Converted:
-    """Convert a published weight file. A ValueError lists tensors that are missing, unexpected or unusable."""
+    """Convert a published weight file. A ValueError lists any missing, unexpected or unusable tensors."""
     theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is already a weight file of this project; use it without conversion")
@@ -223,7 +223,7 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return True if a tensor is a weight, not a norm's batch counter or a pixel mean or standard deviation.
+    """Return True for a weight, and False for a norm's batch counter or for a pixel mean or standard deviation.
 
     Raises ValueError if the file's pixel mean or standard deviation differs from this network's.
     """

@@ -42,7 +42,7 @@ def unwrap_names(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a weight file by name, and ignore other values in it. Raises ValueError if it is unusable."""
+    """Return the state dict of a weight file, as tensors by name. Raises ValueError if the file is unusable."""
     start = _read_start(file)
     if is_safetensors(file):
         return read_safetensors(file)[0]
@@ -92,7 +92,7 @@ def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Any], 
 
 
 def is_safetensors(file: Path) -> bool:
-    """Return True if a weight file starts like a safetensors file."""
+    """Return True if the start of a weight file looks like a safetensors header."""
     start = _read_start(file)
     return start[8:9] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size
 
