@@ -82,8 +82,8 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
     """Return all cells of a plan, ordered by seed, with pre-training before the fine-tuning that depends on it.
 
     `fields` are `[SCOPE:]field=value`, or `[SCOPE:]field` for a flag. SCOPE is `pretraining`, a task or a variant.
-    Without a scope, the field is set in all cells. Multiple values are separated as in a shell. Raises ValueError if a
-    recipe or field does not exist or is invalid.
+    Without a scope, the field is set in all cells. Several values of a field are separated and quoted as in a shell.
+    Raises ValueError if a recipe or field does not exist or is invalid.
     """
     scoped, cells = [_parse_field(field, plan) for field in fields], []
     for seed in plan.seeds:

@@ -140,7 +140,7 @@ class Comparison:
 
 
 def device_of(slot: int) -> dict[str, str]:
-    """Return the environment variables that restrict a process to one GPU, or {} without GPUs."""
+    """Return the environment variables that restrict process number `slot` to one GPU, or {} without GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if devices else {}

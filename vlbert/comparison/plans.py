@@ -36,8 +36,8 @@ class ComparedTask:
         split: Split to evaluate on, named as for `vlbert evaluate`.
         metric: Name of a metric in metrics.json. It must be the mean of the examples' scores in `column`.
         column: Column of predictions.parquet.
-        within: None if the column has scores. If it has ranks, a rank up to `within` scores 1, others 0.
-        chance: Name of the metric in metrics.json that is the score of random guesses; None if there is none.
+        within: If `column` has ranks, the highest rank that scores 1 (others score 0). None if `column` has scores.
+        chance: Name of the metric in metrics.json with the score of random guesses, or None.
     """
 
     title: str

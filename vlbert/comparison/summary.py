@@ -20,7 +20,7 @@ from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The evaluation of a cell: the metrics, any warnings, and a score for each example (key, question)."""
+    """The evaluation of a cell: metrics, warnings, and the score of each example. `examples` are (key, question)."""
 
     cell: Cell
     examples: list[tuple[str, str]]
@@ -131,7 +131,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
 
 
 def score_of(value: Any, within: int | None) -> float:
-    """Return an example's score: `value` or, if `value` has ranks, the fraction of these that are at most `within`."""
+    """Return an example's score: `value` or, if `within` is given, the fraction of the ranks in `value` up to it."""
     return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
 
 

@@ -60,8 +60,8 @@ class ImageInput:
         features: float [1 + r, D], precomputed features; None if the model computes them from pixels.
         cells: float32 [1 + r, S, S], fraction of each cell of the res5 features that the object covers; may be None.
         classes: int64 [1 + r], class of each region's object; None means 0. A model may have one [IMG] token per class.
-        averaged_over: number by which a model divides the sum of the region vectors, if it represents the whole image
-            by their mean; None means r.
+        averaged_over: divisor for the mean of the region vectors, in models that represent the whole image by this
+            mean; None means r.
         label_masks, labels: as in TextInput, for regions instead of tokens.
     """
 

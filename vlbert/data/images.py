@@ -71,9 +71,9 @@ class PreparedImage:
     def to_input(self, masked: np.ndarray | None = None, count: int | None = None, **more: Any) -> ImageInput:
         """Return the ImageInput of the whole image and its first `count` regions (None: all).
 
-        `masked` is bool [1 + r]. As in the published code, it has an effect on the remaining regions, too: their pixels
-        are also masked, and the precomputed features of the whole image are the mean over all regions that are not
-        masked. `more` sets other fields of the ImageInput.
+        `masked` is bool [1 + r], True for regions to mask. As in the published code, this also affects regions after
+        the first `count`: their pixels are masked, too. The precomputed features of the whole image are the mean over
+        all regions that are not masked. `more` sets other fields of the ImageInput.
         """
         count = len(self.boxes) - 1 if count is None else count
         masked = np.zeros(len(self.boxes), bool) if masked is None else masked

@@ -52,7 +52,7 @@ def parts_of_step(step: int, batch: int, weights: Sequence[float]) -> list[tuple
 
 
 def check_shares(config: DataConfig, world_size: int) -> None:
-    """Raise ValueError if a batch cannot be split evenly over the processes and their gradient accumulation parts."""
+    """Raise ValueError if `batch` or `text_batch` is not a multiple of world_size * gradient_accumulation."""
     parts = world_size * config.gradient_accumulation
     for name in ("batch", "text_batch"):
         if getattr(config, name) % parts:
@@ -122,7 +122,7 @@ class TrainingDataset:
 
 
 class TrainingData(Dataset):
-    """The training batches of this rank. data[step] is a list of one Batch per gradient accumulation part."""
+    """The training batches of this rank. data[step] is a list of batches whose gradients are accumulated."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class TrainingData(Dataset):
         return self._sources[number, len(self.datasets[number].spans) - 1]
 
     def boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Return (dataset index, draw) for each dataset that may switch to a newer snapshot in a step, at that draw."""
+        """Return where in a step datasets may switch to a newer snapshot, as a list of (dataset index, draw)."""
         boundaries, config = [], self.config
         if config.new_shards_every is None:
             return boundaries
@@ -199,7 +199,7 @@ class TrainingData(Dataset):
         return [by_position[position] for position in range(self.config.batch)]
 
     def _shares(self, slots: list[Any]) -> list[list[Any]]:
-        """Split the slots of a step evenly. Return one list per gradient accumulation part of this rank."""
+        """Split a step's slots evenly over the batches of all ranks. Return the slots of each batch of this rank."""
         size = len(slots) // (self.world_size * self.config.gradient_accumulation)
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
         return [slots[start : start + size] for start in starts]

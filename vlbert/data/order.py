@@ -1,4 +1,4 @@
-"""The order of a run's examples, which does not depend on the number of ranks and workers.
+"""The order of a run's examples. It does not depend on the number of ranks and workers.
 
 A run is a sequence of slots for one example each, numbered across all epochs. storage.order.interleaved maps each slot
 to a draw from a dataset. Draw k is the k-th example that the run takes from the dataset, counted from 0. The dataset's
@@ -34,7 +34,7 @@ class SnapshotSpan:
     def boundary(self, start: int, stop: int, distance: int) -> int | None:
         """Return the first draw from `start` to `stop` - 1 at which the next span may begin, or None.
 
-        It may begin after k, 2k, ... epochs of this span, where k epochs are the fewest with at least `distance` draws.
+        This span may end after k, 2k, ... epochs. k is the smallest number of epochs with at least `distance` draws.
         """
         period = self.examples * -(-distance // self.examples)
         first = self.consumed + max(1, -(-(start - self.consumed) // period)) * period
@@ -67,5 +67,5 @@ def draw_samples(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of dataset `number`. With equal seeds, datasets of equal size would be in the same order."""
+    """Return a separate seed for dataset `number`. Equal seeds would give datasets of equal size the same order."""
     return mix(seed, number) if number else seed

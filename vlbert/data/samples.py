@@ -1,4 +1,4 @@
-"""Open a dataset for a run: its samples with the regions of one detector, from one snapshot."""
+"""Open one snapshot of a dataset for a run. Each sample has the regions that one detector found in its image."""
 
 import os
 
@@ -21,7 +21,7 @@ _SAMPLES_AT_ONCE = 256  # samples that `load_captions` reads at once
 
 
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
-    """Return the name of the stage with the regions of `detector`, or of the dataset's only detector if it is None.
+    """Return the name of the stage with the regions of `detector` (None: the dataset's only detector).
 
     Raises ValueError if the dataset has no regions of the detector, or if it has several detectors and none is named.
     """

@@ -1,6 +1,6 @@
 """Functions that read and check the files of data sets.
 
-The data sets' own modules (vqa, vcr, refcoco, retrieval) have official scorers, which need neither images nor torch.
+The data sets' own modules (vqa, vcr, refcoco, retrieval) have the official scorers. They need no images and no torch.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
 
 
 def read_json(file: Path, settings: str, kind: type = dict) -> Any:
-    """Read a JSON file, which may contain NaN, as a value of type `kind`. Raises ValueError if that fails."""
+    """Read a JSON value of type `kind`; NaN is allowed. Raises ValueError if that fails (see `open_task_file`)."""
     with open_task_file(file, settings) as stream:
         return parse_json(stream.read(), str(file), kind, "fetch it again")
 
 
 def read_text(file: Path, settings: str) -> str:
-    """Read a UTF-8 file without its byte order mark. Raises ValueError if it cannot be read or is not UTF-8."""
+    """Read a UTF-8 file without its byte order mark. Raises ValueError if that fails (see `open_task_file`)."""
     try:
         with open_task_file(file, settings) as stream:
             return stream.read().decode("utf-8-sig")
@@ -47,7 +47,7 @@ def read_text(file: Path, settings: str) -> str:
 
 
 def read_lines(file: Path, settings: str) -> list[str]:
-    """Return the stripped, non-blank lines of a UTF-8 file. Raises ValueError if there are none."""
+    """Return the stripped, non-blank lines of a UTF-8 file. Raises ValueError, naming `settings`, if there are none."""
     lines = [line.strip() for line in read_text(file, settings).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{settings} {file} is empty; write one entry per line")
@@ -56,7 +56,7 @@ def read_lines(file: Path, settings: str) -> list[str]:
 
 @contextlib.contextmanager
 def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
-    """Turn an error in the `with` block into a ValueError that names the file and its entry."""
+    """Turn an error in the `with` block into a ValueError saying that `entry` of `file` is not in `kind`'s format."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -66,7 +66,7 @@ def check_format(kind: str, file: Path, entry: str) -> Iterator[None]:
 
 
 def parse_entries(entries: Any, name: str, kind: str, file: Path, parse: Callable[[Any], Parsed]) -> list[Parsed]:
-    """Return parse(entry) for each entry. Raises ValueError if `entries` is not a list, or if `parse` fails."""
+    """Return parse(entry) for each entry of the list `name`. Raises ValueError (see `check_format`) if that fails."""
     if not isinstance(entries, list):
         raise ValueError(f"{file} is not in {kind}'s format, {name}: no such list; fetch it again")
     parsed = []

@@ -238,7 +238,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
 
 
 def _parse_unique(data: dict, name: str, file: Path, parse: Callable[[dict], dict], *fields: str) -> list[dict]:
-    """Parse the entries of the list `name`. Raises ValueError if two entries are equal in one of `fields`."""
+    """Parse the entries of the list `name`. Raises ValueError if two have the same value in one of `fields`."""
     entries = parse_entries(data.get(name), name, "COCO", file, parse)
     for field in fields:
         check_unique([entry[field] for entry in entries], f"{name} of {file}")

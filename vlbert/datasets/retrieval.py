@@ -68,7 +68,7 @@ def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) 
 def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
     """Read Karpathy's dataset_*.json, and return captions by split and image file.
 
-    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept, or all if it is None.
+    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept (None: all).
     """
     splits = defaultdict(dict)
 

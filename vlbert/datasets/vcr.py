@@ -223,9 +223,9 @@ def ranked(probabilities: Sequence[float]) -> list[int]:
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the accuracies of Q->A, QA->R and Q->AR, and those of random guesses.
 
-    A row has an item's `annot_id`, a `subtask` ("answer" or "rationale") and a `score` of 0 or 1. Q->AR is over items
-    with both subtasks. A row is not counted if its score is None, because the item has no labels or the rationales are
-    for a wrong answer.
+    A row has an item's `annot_id`, a `subtask` ("answer" or "rationale") and a `score` of 0 or 1. The score is None if
+    the item has no labels, or if the rationales are for a wrong answer. Rows without a score are not counted. Q->AR is
+    over items with scores for both subtasks.
     """
     scores = {"answer": {}, "rationale": {}}
     for row in rows:

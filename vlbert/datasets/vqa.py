@@ -172,7 +172,7 @@ def submission(folder: Path, rows: Sequence[dict]) -> dict[str, bytes]:
 def metrics(rows: Iterable[dict]) -> dict[str, float]:
     """Return the mean accuracies, 0 to 1, over the predictions for questions whose annotators' answers are known.
 
-    accuracy/<type> is the mean over an answer type or question type. chance is the accuracy of always giving the most
+    accuracy/<type> is the mean for one answer type or question type. chance is the accuracy of always giving the most
     frequent ground truth.
     """
     rows = [row for row in rows if row["annotator_answers"]]

@@ -47,7 +47,7 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue the predictions of the batch that begins at example `first`. Each minute, save all and return True."""
+        """Queue a batch's predictions. `first` is its first example. Once a minute, save the queue and return True."""
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

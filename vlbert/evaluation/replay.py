@@ -90,7 +90,7 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
 
 
 def _relocate(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) -> Recipe:
-    """Return the recipe with the current paths of its files, for a single process without validation."""
+    """Return the recipe with the current paths of its files, and with settings for one process and no validation."""
     root = settings.root or checkpoint.uri.rpartition("/runs/")[0] or recipe.data.root
     paths = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = {name: path for name, path in paths.items() if path is not None}
@@ -181,7 +181,7 @@ def _format_label(value: np.ndarray) -> str:
 
 
 def _draw_regions(example: Example, image: ImageInput) -> str:
-    """Draw the regions on the image, and number those masked, mentioned or labelled. Return the src of an <img>."""
+    """Draw an image's regions, and number those that are masked, mentioned or labelled. Return the src of an <img>."""
     mentioned = {number for text in example.texts for number in text.token_region.tolist()}
     masked = set(np.flatnonzero(image.masked).tolist())
     labelled = [int(number) for mask in image.label_masks.values() for number in np.flatnonzero(mask)]

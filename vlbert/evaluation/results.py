@@ -107,7 +107,7 @@ def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
 def summarise(
     predicted: Sequence[SplitPredictions], rows: Sequence[dict], split: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the content of metrics.json, and the other files except the page, by name. `rows` are all predictions."""
+    """Return the content of metrics.json, and a dict of the other files except the page. `rows` are all predictions."""
     first, task = predicted[0], predicted[0].task
     files = {PREDICTIONS: _encode_parquet(rows, type(task).__name__)}
     metrics = metrics_of(task, rows, [row for each in predicted for row in each.shuffled])

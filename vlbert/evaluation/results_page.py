@@ -59,9 +59,9 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str:
 
 
 def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[RowIndex], list[RowIndex]]:
-    """Return the indexes of the `count` most confident wrong answers, and of the `count` most confident right ones.
+    """Return the indices of the `count` most confident wrong answers, and of the `count` most confident right ones.
 
-    Answers without ground truth are left out. If there are few answers, each is in only one of the two lists.
+    Answers without ground truth are left out. No answer is in both lists, even if there are few.
     """
     signed_confidence = {
         (number, index): (2 * row["score"] - 1) * row["probability"]

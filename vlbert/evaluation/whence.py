@@ -59,7 +59,7 @@ TABLE = pa.schema(
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run records about the checkpoint that it starts from (`init_from` in docs/formats.md)."""
+    """Return a run's record of the checkpoint that it starts from (`init_from` in docs/formats.md)."""
     state, recipe = checkpoint.state, checkpoint.config.get("recipe")
     source = {"checkpoint": checkpoint.uri, "model": checkpoint.folder.hashes.get(MODEL, {}).get("sha256")}
     if not state or not recipe or not isinstance(state.get("data"), list):  # a converted or copied model
@@ -83,7 +83,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class DataUse:
-    """One snapshot of a dataset, as a run used it. `stage` is the folder of the regions within the dataset."""
+    """A run's use of one snapshot of a dataset. `stage` is the folder of the regions within the dataset."""
 
     dataset: str
     stage: str
@@ -130,7 +130,7 @@ class TrainedRun:
         return np.concatenate(parts)
 
     def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return the sample index of each example: int64 [examples].
+        """Return the sample index of each example in `use`: int64 [examples].
 
         Raises ValueError if task files are missing or have changed.
         """
@@ -167,7 +167,7 @@ def check_count(examples: Examples, span: SnapshotSpan, dataset: str, run: str) 
 
 @dataclass(frozen=True)
 class _Urls:
-    """A replacement for ShardSamples that has only what a task needs to find its examples: the URLs."""
+    """A replacement for ShardSamples that has only the URLs. Tasks need nothing else to find their examples."""
 
     urls: list[str]
     withdrawn: Collection[str]
@@ -259,7 +259,7 @@ def seen_samples(
 
 
 def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
-    """Return the rows that were seen, with their steps (schema TABLE). `samples` (sorted) were seen at `steps`."""
+    """Return the seen rows with their steps (schema TABLE). `samples` ascend, and samples[i] was seen at steps[i]."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
     first, last = bounds[:-1], bounds[1:] - 1

@@ -71,7 +71,7 @@ def revise_shards(store: ObjectStore) -> int:
 
 
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
-    """List, as lines of text, the checkpoints that have seen any of these URLs and those for which this is unknown."""
+    """Return lines of text: the checkpoints that have seen any of these URLs, and those for which this is unknown."""
     rows, unknown = [], []
     for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
         folder = path.removesuffix(f"/{STATE}")

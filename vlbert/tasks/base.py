@@ -68,7 +68,7 @@ def make_examples(
 
 
 def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
-    """Return why a text is invalid, or "" if it has 1 to `limit` tokens. `field` is the name of the limit's setting."""
+    """Return why a text is invalid, or "" if it has 1 to `limit` tokens. `field` is the setting that holds `limit`."""
     if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
         return ""  # a token has at least one letter, so short texts need not be tokenised
     tokens = len(vocabulary.encode(text))
@@ -112,7 +112,7 @@ class TaskSettings:
         return replace(self, validate_on=self.train_on[0]) if self.train_on else self  # ty: ignore[invalid-argument-type]
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 (64 hex digits) of each of `files` by name, except folders and missing files."""
+        """Return a dict from file name to SHA-256 (64 hex digits), without the folders and missing files in `files`."""
         hashes = {}
         for name in dict.fromkeys(self.files):
             file = Path(self.folder, name)
@@ -122,7 +122,7 @@ class TaskSettings:
         return hashes
 
     def check_same(self, recorded: Mapping[str, str] | None, checkpoint: str, hint: str) -> None:
-        """Raise ValueError if a file's hash is not as `recorded` in `checkpoint`. The message ends with `hint`."""
+        """Raise ValueError if a file's hash is not the one in `recorded`. The message has `checkpoint` and `hint`."""
         for name, now in self.hashes().items():
             before = recorded.get(name, now) if recorded else now
             if before != now:
@@ -193,7 +193,7 @@ class Task(ABC):
         score         float  score of the answer, 0 to 1; None if the ground truth is unknown
         boxes         list   of {"name", "box"} to draw, x1 y1 x2 y2 in pixels of the stored image; may be empty
 
-        Entries of `ranking` and `boxes` may also have `region`: a region's number from 1, or 0 for another box.
+        Entries of `ranking` and `boxes` may also have `region`: the number of a region (from 1), or 0 for other boxes.
         """
 
     @abstractmethod
@@ -258,7 +258,7 @@ class Task(ABC):
         return tensors
 
     def on_start(self, vlbert: VLBert, head: Any, init_from: str | None) -> None:  # noqa: B027  optional
-        """Change the initial weights of a new run. `init_from` names the task settings class of a loaded checkpoint."""
+        """Change a run's initial weights. `init_from` is the settings class name of the loaded checkpoint, or None."""
 
     # --- evaluation and users' questions ------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Task(ABC):
     evaluation_batch_size: int = 64  # maximum examples per batch of vlbert evaluate
 
     def predict(self, vlbert: VLBert, head: Any, batch: Batch) -> list[dict]:
-        """Run the model on a validation or evaluation batch. Return one dict per example, by default `predictions`."""
+        """Run the model for validation or evaluation. Return one dict per example, by default from `predictions`."""
         return self.predictions(vlbert, head, vlbert(batch), batch)
 
     def subset(self, examples: Examples, numbers: np.ndarray) -> Examples:

@@ -122,7 +122,7 @@ class Pretraining(Task):
         return replace(mismatched, text=text, image=mismatched.image and remove_labels(mismatched.image))
 
     def with_other_image(self, example: Example, other: Example) -> Example:
-        """Return `example` with the image of `other`, labelled as unrelated, or unchanged if they share an image."""
+        """Return `example` with the image of `other`, labelled as unrelated, or unchanged if the image is the same."""
         if other.metadata["url"] == example.metadata["url"]:
             return example
         text = example.text
@@ -254,13 +254,13 @@ class Pretraining(Task):
         return losses
 
     def _region_labels(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the region labels [M', 1 + classes] and their indices in [N * R]. Both are empty without images."""
+        """Return the labels of the M' labelled regions, [M', 1 + classes], and their flat indices in [N * R]."""
         if "region_label_mask" in batch.labelled:
             return batch.labels["region_classes"], batch.labelled["region_label_mask"]
-        return logits.new_zeros(logits.shape).float(), batch.real_regions
+        return logits.new_zeros(logits.shape).float(), batch.real_regions  # no images: both are empty
 
     def _sum_losses(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the sum and the number of the losses [M]. If the setting `losses_over` is "rows", use their row means.
+        """Return the sum and number of losses [M] or, if `losses_over` is "rows", of the mean losses of the rows.
 
         `row` [M] is the row index of each loss, and `counts` has the number of losses in each row.
         """
@@ -275,8 +275,8 @@ class Pretraining(Task):
 
         masks           list of {"position", "guesses"}, one per labelled token; [CLS] has position 0
         masked_regions  list of {"region", "detected", "guesses"}, one per masked region; regions are numbered from 1
-        words, monitored, regions                    number of labels
-        words_right, monitored_right, regions_right  number of labels that the model predicted correctly
+        words, monitored, regions  number of labelled tokens, of those in `monitored_words`, and of masked regions
+        words_right, monitored_right, regions_right  how many of these the model predicted correctly
 
         `detected` is the detector's class. `guesses` are lists, most probable first, of {"answer", "probability"} for
         tokens and of {"class", "probability"} for regions. Class 0 is the background.

@@ -161,14 +161,14 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the pairs (caption and image), with additional rows that are wrong pairs.
+        """Return the pairs of caption and image, with added rows in which the caption does not belong to the image.
 
         Each image is also paired with captions of the next pairs, and each caption with images of the next pairs. All
-        rows of an image are in one example. Two pairs of the same image are not mixed, because either caption is right.
+        rows of an image are in one example. Two pairs with the same image are not mixed, because both captions fit.
 
         Each row has three labels. `anchor` is the index of the pair for which the row was made. `role` is 0 for the
         pair itself, 1, 2, ... for wrong captions, and further numbers for wrong images. `right` is the role that the
-        model should choose: 0 in the row of the pair itself, and empty in the wrong rows.
+        model should choose: 0 in the row of the pair itself, and empty in the added rows.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]

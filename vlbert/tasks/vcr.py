@@ -152,7 +152,7 @@ class VCR(Task):
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
-        """Return the image with `boxes` [r, 4], in stored pixels, as its regions. If `rng` is None, none is masked."""
+        """Return the image with the regions `boxes` [r, 4], in stored pixels. If `rng` is None, no region is masked."""
         if image.features is None:
             image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:

@@ -24,7 +24,7 @@ Subtask = Literal["answer", "rationale"]  # Q->A or QA->R
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with four choices: an item's answers or, given one of these answers, the item's rationales."""
+    """A question about an image, with four choices: either its answers, or the rationales for one of its answers."""
 
     item: Item
     conditioned_on: int  # index of the answer that the rationales are for; -1 if the choices are answers
@@ -100,7 +100,7 @@ def read_questions(folder: Path, splits: Sequence[str], training: bool, subtask:
     """Read all questions of the splits.
 
     For the subtask "rationale", there is a question for an item's right answer or, if it is unknown, for each answer.
-    Raises ValueError if a metadata file is missing, unless training skips all its questions as invalid.
+    Raises ValueError if the metadata file of a question is missing, except for invalid questions in training.
     """
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 

@@ -115,7 +115,7 @@ class VQA(Task):
         """Return the input [CLS] question [SEP] [MASK] [SEP], or [CLS] question [SEP] if the setting `reads` is "pair".
 
         The token [MASK], or [CLS] for "pair", gets two labels: the soft scores of all answers, and the class with the
-        highest score. If all scores are 0, the class is empty.
+        highest score. If all scores are 0, there is no class.
         """
         words = self.vocabulary
         tokens = [words.cls, *question, words.sep]
