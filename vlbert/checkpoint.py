@@ -44,7 +44,7 @@ MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model or checkpoint read from a folder. `model` has the tensors, named "vlbert.*" and "head.*", if loaded."""
+    """A model or checkpoint read from a folder. `model` has its tensors ("vlbert.*", "head.*"), if they were loaded."""
 
     folder: Folder
     config: dict
@@ -138,7 +138,7 @@ def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
-    """Return a checkpoint's or model's store and folder. Raises ValueError if the run or folder at `path` has none."""
+    """Return the store and the folder of the checkpoint or model at `path`. Raises ValueError if there is none."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
@@ -277,7 +277,7 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load the tensors into `model`. Raises ValueError if one is missing, unexpected or of another shape."""
+    """Load the tensors into `model`. Raises ValueError if a tensor is missing, unexpected or has the wrong shape."""
     wanted = model.state_dict()
     # Only trained BatchNorms count batches: a file may lack a counter of the model, or have one that the model lacks.
     tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}

@@ -12,7 +12,7 @@ from training.recipe import RunSettings
 
 @dataclass(frozen=True)
 class RegionConfig:
-    """Source of the appearance features, one vector per region (vlbert/model/fast_rcnn.py)."""
+    """Settings of the appearance features, one vector per region (vlbert/model/fast_rcnn.py)."""
 
     # end_to_end: a Fast R-CNN trained with the model (paper 3.2, 3.3); precomputed: float16 vectors in the shards
     features: Literal["end_to_end", "precomputed"] = "end_to_end"

@@ -1,4 +1,4 @@
-"""Estimate the GB, hours and euros of each stage of a pre-training run in advance.
+"""Estimate the storage (GB), time (hours) and cost (euros) of each stage of a pre-training run.
 
     vlbert plan pretrain_vlbert --list captions.tsv --sample 1000 --card h100 --cards 8
 
@@ -132,7 +132,7 @@ class PlanSettings:
 
 
 def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
-    """Return the plan, as --json prints it.
+    """Return the plan in the form that --json prints.
 
     Raises ValueError if the recipe does not pre-train, or if its batch cannot be split evenly over the cards.
     """

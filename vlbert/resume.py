@@ -80,7 +80,7 @@ def start_or_resume(
 def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
     """If a run is complete, delete its old checkpoints and return the message that `vlbert train` prints.
 
-    Returns None if the run is not complete, and on any error (`vlbert train` reports errors). Loads no tensors.
+    Returns None if the run is not complete, or if an error occurs (`vlbert train` reports it). Loads no tensors.
     """
     try:
         check_complete(recipe)
@@ -117,7 +117,7 @@ def check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
 
 
 def _fields(recipe: dict) -> dict[str, object]:
-    """Return a recipe's values by dotted field name. All datasets and their weights are a single field."""
+    """Return a recipe's values by dotted field name. All datasets with their weights count as one field."""
     datasets = sorted(recipe["data"]["datasets"].items())
     weights = {name: None if weight is None or len(datasets) == 1 else float(weight) for name, weight in datasets}
     return flat(recipe | {"data": recipe["data"] | {"datasets": " ".join(weight_texts(weights))}})

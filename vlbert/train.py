@@ -110,7 +110,7 @@ class VLBertRun(Run):
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
-    """Train a new or resumed run to its end, and return the metrics of its last validation."""
+    """Train a new or resumed run. Returns the metrics of its last validation. `observe` is called before each step."""
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
@@ -125,10 +125,10 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """If the dataset at index `number` has a newer snapshot, switch to it. Returns True if there is one.
+    """Switch the dataset at index `number` to a newer snapshot. Returns False if there is none, or if opening it fails.
 
     A newer snapshot has new shards, or revised ones (images were requested again, or samples were withdrawn).
-    `boundary` is the first draw from the newer snapshot, counted over all epochs of the dataset (vlbert/data/order.py).
+    `boundary` is the number of the new snapshot's first draw. Draws are numbered across epochs (vlbert/data/order.py).
     """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
@@ -191,7 +191,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
 
 
 def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
-    """Return the `id` and `metadata` of the detector that made a region stage. Without shards, metadata is None."""
+    """Return the `id` and `metadata` of a region stage's detector. `metadata` is None if the stage has no shards."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None

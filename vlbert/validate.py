@@ -70,7 +70,7 @@ def validate(
     world: World,
     unreadable: list[Unreadable] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return metrics and predictions for the examples of all held-out datasets, the same on every rank.
+    """Return metrics and predictions for the examples of all held-out datasets. They are identical on all ranks.
 
     With several datasets, there are also metrics `<dataset>/<metric>`, and each prediction names its `dataset`.
     Unreadable examples are skipped. Those of this rank are appended to `unreadable`. If any rank has some, the metric
@@ -108,7 +108,7 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missi
 
     `<name>_shuffled` is the metric when each text has the image of another example. `<name>_grounding_gap` is the
     difference: the part that is due to the right image, not to biases in texts or images. Metrics named `chance*` do
-    not depend on the image, so they get neither value. If `missing` is not 0, it is added as "unreadable".
+    not depend on the image, so they get neither value. `missing`, if not 0, is added as the metric "unreadable".
     """
     metrics = task.metrics(rows)
     if shuffled:
@@ -119,5 +119,5 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missi
 
 
 def last_reason(unreadable: Sequence[Unreadable]) -> str:
-    """Return the last sample's reason as "; the last because ...", to end an error message, or "" without samples."""
+    """Return "; the last because REASON", to be put at the end of an error message, or "" if there are no samples."""
     return f"; the last because {unreadable[-1].reason}" if unreadable else ""

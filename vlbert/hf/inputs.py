@@ -90,7 +90,7 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
 
 
 def from_batch(batch: Batch) -> dict[str, Tensor]:
-    """Return the arguments with which `to_batch` makes this batch. Labels and default values are left out.
+    """Return the arguments from which `to_batch` makes this batch. Labels and default values are left out.
 
     Raises ValueError if the batch has `covered` boxes, because `to_batch` has no argument for them.
     """

@@ -1,4 +1,4 @@
-"""The transformers models: VLBert without a head, and with each task's head."""
+"""The transformers models: VLBert without a head and, for each task, with the task's head."""
 
 import os
 from collections.abc import Mapping

@@ -146,7 +146,7 @@ class VLBertProcessor(ProcessorMixin):
     def _make_sample(
         self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None
     ) -> Sample:
-        """Make a sample of an image with the given or detected regions. `size` is needed only without an image."""
+        """Make a sample with the given or detected regions. `size` (height, width) is needed if `image` is None."""
         if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
             raise ValueError("the model reads pixels, not visual_embeds")
         if visual_embeds is not None and boxes is None:

@@ -139,7 +139,7 @@ def features_by_row(features: Tensor, batch: Batch) -> Tensor:
 
 
 def _features_by_image(features: Tensor, batch: Batch, images: int) -> Tensor:
-    """Arrange values by image: [K, ...] -> [images, R, ...], zero in the padding and for images not in the batch."""
+    """Arrange the values of real regions by image: [K, ...] -> [images, R, ...], zero where there is no region."""
     width, shape = batch.region_mask.shape[1], features.shape[1:]
     padded = features.new_zeros(images * width, *shape).index_copy(0, batch.real_regions, features)
     return padded.view(images, width, *shape)

@@ -40,7 +40,7 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
 
 
 def checkpoint_activations(block: nn.Module) -> None:
-    """Make a block keep only its inputs for the backward pass, which then recomputes its activations.
+    """Make a block keep only its inputs. Its other activations are recomputed in the backward pass.
 
     The recomputation uses the same dropout masks. The block can no longer be copied or pickled. A block with
     nn.BatchNorm2d is not changed, because recomputation would update its running statistics twice per batch.

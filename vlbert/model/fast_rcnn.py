@@ -77,7 +77,7 @@ class FastRCNN(nn.Module):
         return [self._normalise(*group, batch) for group in zip(groups, indices, strict=True)]
 
     def _pad_fixed(self, batch: Batch) -> list[Tensor]:
-        """Pad images to the fixed size. Consecutive images with the same orientation share a tensor."""
+        """Pad images to short_side and long_side. Consecutive images with the same orientation share a tensor."""
         short, long = self.config.short_side, self.config.long_side
         sizes, groups, first = batch.sizes.images, [], 0
         for group in batch.pixels:

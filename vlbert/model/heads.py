@@ -62,8 +62,8 @@ class Classifier(nn.Module):
                 trained with region_head="transform_norm").
             "weight_norm": as in ViLBERT, two weight-normalised layers with ReLU between them.
             "gelu_norm": as in ViLBERT, two layers with GELU and LayerNorm between them.
-        dropout: probability before each layer but the transform. ViLBERT's kinds have it only before the second layer.
-        width: outputs of the first layer of "two_layers". In "weight_norm" and "gelu_norm", that layer has 2 * inputs.
+        dropout: probability before each layer except the transform. In ViLBERT's kinds: only before the second layer.
+        width: number of outputs of the first layer in "two_layers". In ViLBERT's kinds, it is always 2 * inputs.
         inputs: width of the input vectors; None means the width of the text.
     """
 

@@ -35,7 +35,7 @@ class Map:
 
     @property
     def strength(self) -> np.ndarray:
-        """The busiest head's weights [T, R], scaled so that the weights of all heads range from 0 to 1."""
+        """Weights [T, R] of the head `busiest`, scaled so that the weights of all heads range from 0 to 1."""
         lowest, highest = self.weights.min(), self.weights.max()
         return (self.weights[self.busiest] - lowest) / max(highest - lowest, 1e-12)
 
@@ -67,7 +67,7 @@ def select_regions(maps: list[Map]) -> list[int]:
 
 
 def draw_attention(prediction: Prediction) -> bytes:
-    """Draw the image with its regions and, for each layer, a heat map of the busiest head. Returns a PNG.
+    """Draw the image and, for each layer, a heat map of the head that attends most to the regions. Returns a PNG.
 
     The figure shows only the regions with the most attention, and only the first words of a long text.
     """
@@ -97,7 +97,7 @@ def draw_attention(prediction: Prediction) -> bytes:
 
 
 def _draw_panel(axes: "Axes", layer: Map, words: list[str], regions: dict[int, str]) -> None:
-    """Draw a layer's busiest head as a heat map with words as rows and `regions` ({index: name}) as columns."""
+    """Draw a heat map of the head `layer.busiest`, with words as rows and `regions` ({index: name}) as columns."""
     axes.imshow(layer.strength[: len(words), list(regions)], cmap="Blues", vmin=0, vmax=1)
     axes.set_aspect("auto")
     axes.set_title(f"layer {layer.layer}, head {layer.busiest}", fontsize=14)

@@ -109,7 +109,7 @@ def output_file(options: Options) -> Path:
 
 
 def rank(options: Options, fields: Sequence[str]) -> None:
-    """Print the images of --among, or the captions of --captions, with their probabilities, most likely first."""
+    """Print the images of folder --among or the captions of file --captions, most likely first, with probabilities."""
     captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
     given = options.inputs[0]
@@ -119,7 +119,7 @@ def rank(options: Options, fields: Sequence[str]) -> None:
 
 
 def serve_page(options: Options, fields: Sequence[str]) -> None:
-    """Serve the web page of --serve until Ctrl-C."""
+    """Serve the web page (option --serve) until Ctrl-C."""
     for package in ("fastapi", "uvicorn"):
         require(package, "--serve", "serve")
     from vlbert.predict.page import serve  # here, because it needs these

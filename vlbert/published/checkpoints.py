@@ -27,7 +27,7 @@ Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 
 @dataclass(frozen=True)
 class Hints:
-    """Properties of a model that the tensors in its file do not show, given by the user."""
+    """Properties of a model that the user gives, because they cannot be inferred from its tensors."""
 
     num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
     task: str | None = None  # of a fine-tuned ViLBERT: take the heads of vqa, vcr, refcoco, retrieval or pretraining
@@ -39,9 +39,9 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True)
 class Published(ABC):
-    """The model in a checkpoint file of the authors. It maps the file's keys to our tensor names.
+    """Base class of a published checkpoint: model settings, and a mapping of the file's keys to our tensor names.
 
-    The plain name of a key is its name in the authors' latest code, without the prefixes of training wrappers.
+    The plain name of a tensor is its key in the authors' latest code, without the prefixes of training wrappers.
     """
 
     task: Any  # settings of the task; None: a model without heads

@@ -71,7 +71,7 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
 def _find_problem(tensor: Tensor, entry: dict | None, wanted: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
     """Return what is wrong with one of the authors' tensors, or "" if it is valid.
 
-    `entry` is its expected report entry. `wanted` gives our shapes. `tensors` are those converted before it.
+    `entry` is its expected report entry. `wanted` has our tensors' shapes. `tensors` are those converted so far.
     """
     if not entry:
         return "no model of this kind has it"
@@ -94,7 +94,7 @@ def _dtype(tensor: Tensor) -> str:
 def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], source: str) -> dict[str, Tensor]:
     """Convert our tensors back to the authors' tensors, with the keys and dtypes in the report.
 
-    `kept` has the tensors without a counterpart here, by key. Tensors that it lacks become zeros. `source` names the
+    `kept` has the tensors without a counterpart here, by key. If one is missing, zeros are used. `source` names the
     report in messages. Raises ValueError if the report does not fit the tensors.
     """
     restored: dict[str, Tensor] = {}
@@ -230,7 +230,7 @@ def convert_checkpoint(
         source: a published checkpoint file, or a model folder
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: number of attention heads, if not as published; a ViLBERT needs three (text, regions, co-attention)
+        num_heads: number of attention heads, if not the published one; for ViLBERT: three (text, regions, co-attention)
         task: for a fine-tuned ViLBERT: the task whose heads are converted
         task_token: for 12-in-1: the task's row in the table of task tokens, counted from 0
     """

@@ -144,7 +144,7 @@ def map_task_names(task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PublishedViLBert(Published):
-    """The model in a checkpoint file of ViLBERT's authors, with the heads of at most one task."""
+    """A published ViLBERT checkpoint. The heads of at most one task are converted; others are stored separately."""
 
     other_heads: Shapes = field(default_factory=dict)  # of other tasks, in a fine-tuned file
 

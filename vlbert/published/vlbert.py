@@ -93,7 +93,7 @@ _ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("masked
 
 @dataclass(frozen=True)
 class PublishedVLBert(Published):
-    """The model in a checkpoint file of VL-BERT's authors, for any of their tasks."""
+    """A published VL-BERT checkpoint, pre-trained or fine-tuned on VQA, VCR or RefCOCO+."""
 
     kind: ClassVar[str] = "VL-BERT"
     state_key: ClassVar[str | None] = "state_dict"
@@ -109,16 +109,16 @@ class PublishedVLBert(Published):
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
 
     def in_file(self, name: str) -> str:
-        """Return the authors' key for a plain name. In VCR, the key contains "_module.", added by a wrapper."""
+        """Return the authors' key for a plain name. Keys of VCR models contain "_module.", from a wrapper."""
         name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
         return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
-        """Infer the model from the shapes of its tensors. The shapes do not show all settings.
+        """Infer the model from its tensors' shapes. Settings that the shapes do not show get the published values.
 
-        The others have their published values: 64 channels per head (unless `hints` has the number of heads), the
-        stride in 1x1 convolutions, a dilated res5, image padding, and VCR's loss, image size (600/1200) and subtask.
+        These are 64 channels per head (unless `hints` has the number of heads), the stride in 1x1 convolutions, a
+        dilated res5, image padding, and VCR's loss, image size (600/1200) and subtask.
         """
         if hints.num_heads and len(hints.num_heads) != 1:
             raise ValueError(f"it is a VL-BERT, so num_heads must be one number; {len(hints.num_heads)} are given")

@@ -45,7 +45,7 @@ def all_recipes() -> dict[str, Recipe]:
 
 
 def print_recipes() -> None:
-    """Print two tables: the differences between VL-BERT's paper and published code, and each recipe's numbers."""
+    """Print two tables: how VL-BERT's paper and code differ, and each recipe's batch size, learning rate and steps."""
     rows = [
         (f"`{name}`", str(recipe.data.batch), f"{recipe.optimizer.learning_rate:g}", str(recipe.steps))
         for name, recipe in all_recipes().items()
@@ -57,6 +57,6 @@ main = Command("vlbert recipes", print_recipes)
 
 
 def _list_choices(kind: typing.Any) -> tuple:
-    """Return the values that a type allows: those of Literal[...] and, for Literal[...] | None, also None."""
+    """Return the values that a Literal type allows, including None if the type is Literal[...] | None."""
     inner = typing.get_args(kind)
     return (None, *typing.get_args(inner[0])) if type(None) in inner else inner

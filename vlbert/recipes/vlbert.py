@@ -28,8 +28,8 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure pre-training for 250k steps (10 epochs) of 128 captions and 128 text-only rows.
 
-    To fine-tune on VQA later, use precomputed features. Size base takes 2 days on 16 V100 GPUs, or 30 hours on 4 with
-    precomputed features. Size large takes 5.5 days on 16.
+    To fine-tune on VQA later, use precomputed features. Size base takes 2 days on 16 V100 GPUs, or 30 hours on 4 GPUs
+    with precomputed features. Size large takes 5.5 days on 16 GPUs.
     """
     precomputed = features == "precomputed"
     name = _make_name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
