@@ -108,6 +108,7 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
     for changes, named in (
         ({"optimizer": faster}, "optimizer.learning_rate=0.002, but the recipe has 0.5"),
         ({"data": dataclasses.replace(recipe.data, chunk=4)}, "data.chunk=1, but the recipe has 4"),
+        ({"model": dataclasses.replace(recipe.model, dropout=0.3)}, r"model.dropout=\S+, but the recipe has 0.3"),
         ({"data": dataclasses.replace(recipe.data, text_corpus=str(tmp_path / "text"))}, "is not the corpus that"),
     ):
         with pytest.raises(ValueError, match=named):
