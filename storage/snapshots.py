@@ -1,4 +1,4 @@
-"""Snapshots: Parquet files with the ok rows of all shards that a stage has at one moment.
+"""Snapshots: Parquet files that hold the rows with status `ok` of all shards of a stage at one point in time.
 
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet
 
@@ -133,7 +133,7 @@ def _snapshot(metadata: Mapping) -> Snapshot:
 def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
     """Write the snapshot file of a stage, and return the snapshot.
 
-    `shards`, sorted by name, yields the header and the ok rows of each shard. Equal shards give identical files, as
+    `shards`, sorted by name, yields the header and the `ok` rows of each shard. Equal shards give identical files, as
     long as the version of pyarrow is the same.
     """
     headers = []

@@ -2,8 +2,8 @@
 
     ROOT/<dataset>/<stage>/<shard>.parquet           manifest: one row per input row, with its status
     ROOT/<dataset>/<stage>/<shard>.r<N>.parquet      its N-th revision; readers use the newest
-    ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      samples of its ok rows, named by content
-    ROOT/<dataset>/<stage>/snapshots/<id>.parquet    ok rows of all shards at one moment
+    ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      samples of its `ok` rows, named by content
+    ROOT/<dataset>/<stage>/snapshots/<id>.parquet    `ok` rows of all shards at one point in time
 
 A stage is `images` or `regions/<detector id>`. A writer puts the tar first. It puts the manifest last, and only if no
 other writer has put it. So a reader never sees half a shard, and the files of two writers never mix

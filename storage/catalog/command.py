@@ -16,7 +16,7 @@ OnlyDataset = Annotated[str | None, Positional, tyro.conf.arg(metavar="DATASET",
 
 
 def print_status(root: Root) -> None:
-    """Print each stage with its row counts by status, and each snapshot, marked if a checkpoint pins it."""
+    """Print the row counts of each stage by status, and for each snapshot, whether a checkpoint pins it."""
     _print(status(open_store(root, write=False)), root)
 
 

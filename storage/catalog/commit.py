@@ -28,7 +28,7 @@ def commit_shard(
     shard, if a row is out of order or does not match its sample.
 
     Args:
-        samples: samples of the ok rows, in the order of `rows`
+        samples: samples of the rows with status `ok`, in the order of `rows`
         rows: every input row of the shard once, in ascending order
         replaces: committed revision that this one replaces; its files are kept, but readers use the newest revision
         content: value of `Header.content`; None to compute it from the samples

@@ -32,7 +32,7 @@ _MAX_LINE = 2**20  # bytes; a longer line is read as several lines
 _FORMS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}  # else TSV
 
 # Lower-case names of the columns of published lists: LAION and COYO-700M have url and text, img2dataset's examples url
-# and caption, SBU image_urls and captions, Conceptual Captions and CC12M on the hub image_url and caption. Lists
+# and caption, SBU image_urls and captions, Conceptual Captions and CC12M on the Hub image_url and caption. Lists
 # without names: Conceptual Captions has the caption first (Train_GCC-training.tsv), CC12M the URL (cc12m.tsv).
 URLS, CAPTIONS = ("url", "image_url", "image_urls"), ("caption", "text", "captions")
 # Columns in lists for a folder of images: https://huggingface.co/docs/datasets/image_dataset has file_name.
