@@ -42,7 +42,7 @@ def serving(
         port: Port of the server on 127.0.0.1. Prefect's clients in this process then use this server.
         deployments: File of deployments, such as prefect.yaml.
         query_seconds: Seconds between two queries of the worker for new runs.
-        limit: Maximum number of concurrent runs of the worker; None: no limit.
+        limit: Maximum number of concurrent runs of the worker, by default unlimited.
 
     Yields:
         A function that raises RuntimeError if the server or the worker has ended.
@@ -128,9 +128,9 @@ def serve_file(
 
     Args:
         deployments: file that describes the deployments
-        home: folder for all files of Prefect; None: PREFECT_HOME, or .prefect
+        home: folder for all files of Prefect, by default PREFECT_HOME or .prefect
         port: port of the server and its UI
-        limit: maximum number of concurrent runs; None: no limit. Use 1 if runs share a GPU
+        limit: maximum number of concurrent runs, by default unlimited; use 1 if runs share a GPU
         query: seconds between two queries for new runs
     """
     home = (home or Path(os.environ.get("PREFECT_HOME") or ".prefect")).absolute()

@@ -162,8 +162,8 @@ def write_checkpoint(
 
     Args:
         files: Contents of all files except state.json, by name.
-        state: Content of state.json, which is written last, with the hashes of the other files. Its `validation` has
-            the metrics of a validation after this step, by name, and is empty if there was none.
+        state: Content of state.json, which is written last, with the hashes of the other files. state["validation"]
+            maps metric names to values. It is empty or missing if the run was not validated after this step.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
     path, job = folder_of(run, step), f"runs/{run}/step-*"

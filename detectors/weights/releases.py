@@ -223,9 +223,9 @@ def to_our_name(theirs: str, release: Release) -> str:
 
 
 def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> bool:
-    """Return True for a weight, and False for a norm's batch counter or for a pixel mean or standard deviation.
+    """Return False for a batch norm's `num_batches_tracked`, a pixel mean or a pixel standard deviation, else True.
 
-    Raises ValueError if the file's pixel mean or standard deviation differs from this network's.
+    Raises ValueError if the file's pixel mean or standard deviation is not the one that our detector uses.
     """
     if name in _PIXEL_STATISTICS and not release.resnet_only:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
