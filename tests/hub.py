@@ -1,4 +1,4 @@
-"""A folder that a local server gives out as the Hugging Face hub does."""
+"""A folder that a local server gives out as the Hugging Face Hub does."""
 
 import threading
 from collections.abc import Iterator

@@ -227,7 +227,7 @@ class Recipe(RunSettings):
     data: DataConfig = DataConfig()  # datasets and batches
     optimizer: OptimizerConfig = OptimizerConfig()  # optimizer and learning rate
     init_from: str | None = None  # checkpoint to start VL-BERT from: path of a step-* folder or of a model folder
-    bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, only its pooler
+    bert: str | None = None  # Hugging Face folder or Hub name of a BERT to start from; with init_from, only its pooler
     vocabulary: str | None = None  # vocab.txt; None: that of init_from or bert, else built from the captions
     vocabulary_size: int = 30_522  # maximum number of tokens in a vocabulary built from captions
     # Precision of matrix products and convolutions, on any device. fp32; tf32: inputs rounded to 10 bits (GPUs; CPUs

@@ -2,8 +2,8 @@
 
     vlbert recipes        prints the rules as a table; docs/models.md explains some
 
-`apply(recipe, variant)` applies all rules. Variant `published` follows the authors' code, as their checkpoints require.
-Variant `paper` follows the paper. Numbers (learning rates, batches, steps) are in the recipes, next to their sources.
+`apply(recipe, variant)` applies all rules. The `published` variant follows the authors' code, as their checkpoints
+require. The `paper` variant follows the paper. Learning rates, batches and steps are in the recipes, with sources.
 """
 
 from dataclasses import dataclass

@@ -135,7 +135,7 @@ def test_files_that_are_no_bert_are_refused(tmp_path):
     def start(name: str) -> None:
         init_from_bert(*ours(), name, LETTERS)
 
-    no_bert = "{} is neither the folder of a BERT nor the name of one on the hub"
+    no_bert = "{} is neither the folder of a BERT nor the name of one on the Hub"
     for read, name, named in (
         *((start, name, no_bert) for name in ("empty", "gpt2", "torn", "page")),
         (bert_vocabulary, "nowhere", no_bert),

@@ -418,7 +418,7 @@ def test_a_model_is_fetched_from_the_hub(models, hub, tmp_path):
     assert hf.VLBertProcessor.from_pretrained(name, **cache).to_dict() == processor.to_dict()
     (hub / "someone" / "other").mkdir(parents=True)
     for none in ("someone/none", "someone/other", "no name"):
-        with pytest.raises(OSError, match=f"{none} is neither a folder nor a model on the hub .* there is no folder"):
+        with pytest.raises(OSError, match=f"{none} is neither a folder nor a model on the Hub .* there is no folder"):
             hf.VLBertModel.from_pretrained(none, **cache)
 
 

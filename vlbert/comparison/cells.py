@@ -41,10 +41,10 @@ class Cell:
     """One training run of a comparison and, if it fine-tunes on a task, its evaluation.
 
     Attributes:
-        task: Name of the task to fine-tune on; None: pre-train.
+        task: Name of the task to fine-tune on, or None for a pre-training run.
         fields: Command-line arguments with which the recipe was made.
-        needs: Pre-training cell that this cell starts from; None: start without pre-training.
-        split: Split to evaluate on; None: no evaluation, because the cell pre-trains.
+        needs: Pre-training cell whose checkpoint this cell starts from, or None if there is none.
+        split: Split to evaluate on, or None for a pre-training run, which is not evaluated.
     """
 
     variant: str

@@ -1,4 +1,4 @@
-"""Train several models on several tasks and seeds, and write a page that compares them.
+"""Train several models on several tasks with several seeds, and write a page that compares them.
 
     vlbert compare PLAN --data.root ROOT [--fields [SCOPE:]field=value ...]
 
@@ -170,8 +170,8 @@ def compare(
 
     Args:
         fields: As for cells_of.
-        seeds: Seeds to train with; None: the plan's.
-        jobs: Number of concurrent runs; None: one per GPU or, without GPUs, per core.
+        seeds: Seeds to train with, by default the plan's.
+        jobs: Number of concurrent runs, by default one per GPU or, without GPUs, one per core.
     """
     root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, because runs record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
@@ -194,12 +194,13 @@ def compare_plan(
     seeds: tuple[int, ...] = (),
     jobs: int | None = None,
 ) -> None:
-    """Train several models on several tasks and seeds, and write a page that compares them.
+    """Train several models on several tasks with several seeds, and write a page that compares them.
 
     Args:
-        plan: a function of vlbert/comparison/plans.py, or MODULE:FUNCTION
+        plan: a function in vlbert/comparison/plans.py, or MODULE:FUNCTION
         root: a folder, or s3://bucket/prefix
-        fields: recipe fields to set: `[SCOPE:]field=value` (several values in quotes) or `[SCOPE:]flag`
+        fields: recipe fields to set, as `[SCOPE:]field=value` (quote several values) or `[SCOPE:]flag`. SCOPE limits a
+            field to `pretraining`, a task or a variant
         seeds: seeds instead of the plan's; more can be added later
         jobs: number of concurrent training runs; by default one per GPU or, without GPUs, per core
     """

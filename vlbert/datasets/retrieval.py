@@ -37,10 +37,10 @@ def ranks(scores: np.ndarray, image_of: Sequence[int] | np.ndarray) -> Ranks:
 
 
 def _rank(scores: np.ndarray, index: int) -> int:
-    """Return the rank of scores[index]: the number of higher scores, plus half of the equal ones, rounded up.
+    """Return the rank of scores[index]: the number of higher scores, plus half of the other equal ones, rounded up.
 
-    So ranks do not depend on the order of files, and a model that gives all candidates the same score has a recall of
-    0. VSE++ and ViLBERT, however, rank equal scores in the order of numpy's sort.
+    Ranks therefore do not depend on the order of files, and a model that gives all candidates the same score has a
+    recall of 0, given at least 20 candidates. VSE++ and ViLBERT instead rank equal scores in the order of numpy's sort.
     """
     better, equal = int((scores > scores[index]).sum()), int((scores == scores[index]).sum()) - 1
     return better + -(-equal // 2)
@@ -68,7 +68,7 @@ def folds(scores: np.ndarray, image_of: Sequence[int] | np.ndarray, count: int) 
 def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
     """Read Karpathy's dataset_*.json, and return captions by split and image file.
 
-    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept (None: all).
+    COCO's `restval` is a separate split. Only the first `captions` captions of an image are kept, by default all.
     """
     splits = defaultdict(dict)
 

@@ -47,7 +47,10 @@ class Blocks:
         return saved
 
     def add(self, first: int, predicted: Predicted) -> bool:
-        """Queue a batch's predictions. `first` is its first example. Once a minute, save the queue and return True."""
+        """Queue a batch's predictions. Once a minute, save the queue. Return True if it was saved.
+
+        `first` is the index of the batch's first example.
+        """
         self._unwritten[first] = predicted
         if time.monotonic() - self._written <= _SECONDS:
             return False

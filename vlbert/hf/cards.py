@@ -1,4 +1,4 @@
-"""Write model cards and dataset cards for the Hugging Face hub from checkpoints, logs and manifests.
+"""Write model cards and dataset cards for the Hugging Face Hub from checkpoints, logs and manifests.
 
     vlbert card model CHECKPOINT [--out FOLDER]   # README.md in the checkpoint's folder, or in FOLDER
     vlbert card data ROOT DATASET                 # ROOT/DATASET/README.md

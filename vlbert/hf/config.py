@@ -113,7 +113,7 @@ class VLBertConfig(PretrainedConfig):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the config.json of a folder, a run or a hub model. Raises OSError if a local folder is missing."""
+        """Read the config.json of a folder, a run or a Hub model. Raises OSError if a local folder is missing."""
         return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:

@@ -1,4 +1,4 @@
-"""Find the files of a model by its name: a local folder, a run, or a model on the Hugging Face hub."""
+"""Find the files of a model by its name: a local folder, a run, or a model on the Hugging Face Hub."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class ModelNotReadable(OSError, ValueError):
 
 
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
-    """Return a model's local folder. If the model is on the hub, download its `files` first, all from the same commit.
+    """Return a model's local folder. If the model is on the Hub, download its `files` first, all from the same commit.
 
     `hub` has keyword arguments for `snapshot_download`. Raises TypeError if it has a name that is not in HUB, and
     ModelNotReadable if there is no such model.
@@ -37,13 +37,13 @@ def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> s
     if not downloaded or not Path(downloaded, CONFIG).is_file():
         local = Path(folder).absolute()
         raise ModelNotReadable(
-            f"{name} is neither a folder nor a model on the hub ({reason}); there is no folder {local}"
+            f"{name} is neither a folder nor a model on the Hub ({reason}); there is no folder {local}"
         )
     return downloaded
 
 
 def find_folder(name: str | os.PathLike) -> str:
-    """Return the path of a model's local folder. The name of a model on the hub is returned unchanged.
+    """Return the path of a model's local folder. The name of a model on the Hub is returned unchanged.
 
     The folder of a run, ROOT/runs/RUN, stands for its newest checkpoint. Raises ModelNotReadable if a local folder is
     missing or holds no model.
@@ -56,7 +56,7 @@ def find_folder(name: str | os.PathLike) -> str:
     if not (path.is_dir() or (path.name == "best" and path.parent.is_dir())):
         raise ModelNotReadable(
             f"there is no folder {path.absolute()}; name the folder of a model, of a run (ROOT/runs/RUN) or of a "
-            "checkpoint (ROOT/runs/RUN/step-*), or a model on the hub (OWNER/NAME)"
+            "checkpoint (ROOT/runs/RUN/step-*), or a model on the Hub (OWNER/NAME)"
         )
     try:
         store, folder = find_checkpoint(str(path.absolute()))
@@ -66,6 +66,6 @@ def find_folder(name: str | os.PathLike) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Return True if `name` cannot be a hub name, or if it has the form OWNER/NAME and OWNER is a local folder."""
+    """Return True if `name` cannot be a Hub name, or if it has the form OWNER/NAME and OWNER is a local folder."""
     owner, _, rest = name.partition("/")
     return name.startswith(("/", ".", "~")) or "/" in rest or "://" in name or (bool(rest) and Path(owner).is_dir())

@@ -1,4 +1,4 @@
-"""The transformers models: VLBert without a head and, for each task, with the task's head."""
+"""Models for Hugging Face Transformers: VLBertModel without a head, and one model per task with the task's head."""
 
 import os
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         device_map: str | int | torch.device | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the hub.
+        """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the Hub.
 
         If the checkpoint was trained for another task, the model gets a new head. Parts of the checkpoint's head that
         fit are copied to the new head. A warning is logged if the new head must be trained first. Raises OSError if a

@@ -19,13 +19,14 @@ class VLBertOutput(ModelOutput):
         prediction_logits: Pre-training: [N, T, vocabulary].
         region_logits: Pre-training: [N, R, 1 + classes], over the detector's classes, background first. VCR with
             region_loss="contextual": [N, R, classes].
-        relationship_logits: [N, 2], whether text and image belong together (class 0), if the model has that head.
+        relationship_logits: With a relationship head: [N, 2]. Class 0 means that text and image belong together.
         last_hidden_state: Only from VLBertModel: the text's vectors, float [N, T, C].
         visual_last_hidden_state: The regions' vectors, [N, R, C'], whole image first. C' is region_hidden_size or C.
         hidden_states: With output_hidden_states: the text before the first layer and after each layer, [N, T, C].
         visual_hidden_states: The same for the regions, [N, R, C'].
-        attentions: With output_attentions: [N, heads, from, to] for each layer. A layer X has two: from text to regions
-            and from regions to text. In layers J, both `from` and `to` are the text, the regions and [END].
+        attentions: With output_attentions: [N, heads, from, to] for each layer. In a joint layer ("J" in
+            ModelConfig.layers), both `from` and `to` are the text, the regions and [END]. A co-attention layer ("X")
+            has two tensors: from text to regions, and from regions to text.
     """
 
     loss: Tensor | None = None

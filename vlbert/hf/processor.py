@@ -96,8 +96,8 @@ class VLBertProcessor(ProcessorMixin):
         Args:
             images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
             text: One text or a list. With a list, each of the other arguments is a list with one entry per text.
-            boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in pixels of the given image. None: the detector
-                finds them.
+            boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in pixels of the given image. By default, the
+                detector finds them.
             visual_embeds: Features of each image's boxes, float [n, D], if the model reads features. They are rounded
                 to float16, like the features that a detector stores.
             image_sizes: (height, width) of each image, if there are features and no images.
@@ -187,12 +187,12 @@ class VLBertProcessor(ProcessorMixin):
     def from_pretrained(  # ty: ignore[incompatible-method-override] by name only
         cls, pretrained_model_name_or_path: str | os.PathLike, detector: str | os.PathLike | None = None, **kwargs: Any
     ) -> Self:
-        """Load the processor of a model, given as a folder, a run, a checkpoint, or a name on the hub.
+        """Load the processor of a model. The model can be a folder, a run, a checkpoint, or a name on the Hub.
 
         Raises OSError if a folder is missing or has no vocabulary.
 
         Args:
-            detector: The detector's weight file, if it is neither in the folder nor at the path recorded in training.
+            detector: The detector's weight file, if it is not in the folder or at the path recorded during training.
             kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`.
         """
         hub = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}

@@ -1,4 +1,4 @@
-"""Initialise VL-BERT from a Hugging Face BERT (paper 4.1), given as a folder or a hub name."""
+"""Initialise VL-BERT from a Hugging Face BERT (paper 4.1), given as a folder or a Hub name."""
 
 import pickle
 import re
@@ -39,7 +39,7 @@ def bert_vocabulary(name: str) -> Vocabulary:
     except ValueError:  # no vocabulary file, or only with remote code
         pass
     except OSError as error:
-        raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {error}") from error
+        raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the Hub: {error}") from error
     if not ids.keys() - set(SPECIALS):  # transformers returns only these if there is no vocab.txt
         raise ValueError(f"{name} has no vocabulary; put the vocab.txt that it was trained with into its folder")
     capitals = any(re.search("[A-Z]", token) for token in ids if not token.startswith("["))
@@ -121,7 +121,7 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
         bert, loading = loaded
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {reason}") from error
+        raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the Hub: {reason}") from error
     missing = set(loading["missing_keys"])
     tensors = {key: tensor for key, tensor in bert.state_dict().items() if key not in missing}
     absent = sorted(key for key in missing if key.startswith("bert.") and not key.startswith("bert.pooler."))

@@ -5,7 +5,7 @@ those of vlbert/data/batch.py:
 
     S  elements of a padded row                       L  real elements, in all rows
     s  real elements of the longest row               E  elements of a padded row of the region stream
-    A  width of queries, keys and values              C'  width of the region stream; C with layers J
+    A  width of queries, keys and values              C'  width of the region stream; C in joint layers
 """
 
 import dataclasses
@@ -258,7 +258,7 @@ class Encoder(nn.Module):
         """Return the streams after all layers. Their padding is zero.
 
         Args:
-            attentions: list to which each layer appends its map. A layer X appends two: the text's, then the regions'.
+            attentions: list to which each layer appends its map; co-attention appends the text's, then the regions'.
             hidden_states: list to which each layer appends its output.
         """
         for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):

@@ -109,7 +109,7 @@ def output_file(options: Options) -> Path:
 
 
 def rank(options: Options, fields: Sequence[str]) -> None:
-    """Print the images of folder --among or the captions of file --captions, most likely first, with probabilities."""
+    """Rank a folder's images for a text, or a file's captions for an image. Print the best first, with probabilities."""
     captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
     given = options.inputs[0]

@@ -224,15 +224,15 @@ def convert_checkpoint(
     task: Literal["pretraining", "vqa", "vcr", "refcoco", "retrieval"] | None = None,
     task_token: int | None = None,
 ) -> None:
-    """Convert a published VL-BERT or ViLBERT checkpoint to a model of this project, or back.
+    """Convert a published VL-BERT or ViLBERT checkpoint to a model folder of this project, or the reverse.
 
     Args:
         source: a published checkpoint file, or a model folder
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: number of attention heads, if not the published one; for ViLBERT: three (text, regions, co-attention)
-        task: for a fine-tuned ViLBERT: the task whose heads are converted
-        task_token: for 12-in-1: the task's row in the table of task tokens, counted from 0
+        num_heads: number of attention heads, if not the published one; ViLBERT has three (text, regions, co-attention)
+        task: task whose heads are converted, if the checkpoint is a fine-tuned ViLBERT
+        task_token: the task's row in the table of task tokens, counted from 0, if the checkpoint is of 12-in-1
     """
     hints = Hints(num_heads, task, task_token)
     report = to_theirs(source, out) if source.is_dir() else to_ours(source, out, vocabulary, hints)

@@ -2,7 +2,7 @@
 
 Files of both code releases are supported: the paper's (jiasenlu/vilbert_beta) and 12-in-1's
 (facebookresearch/vilbert-multi-task). They have the same encoder, poolers and pre-training heads. The paper's
-single-stream baseline is a model with layers J.
+single-stream baseline is a model with joint layers (J).
 """
 
 from collections.abc import Iterable, Iterator

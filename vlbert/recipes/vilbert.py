@@ -1,6 +1,6 @@
 """Recipes of ViLBERT, following the authors' original code release (NeurIPS 2019).
 
-Variant `multi_task` of pretrain_vilbert follows their later release (12-in-1) where the two differ.
+The `multi_task` variant of pretrain_vilbert follows their later release (12-in-1) where the two differ.
 """
 
 from dataclasses import replace
@@ -57,8 +57,8 @@ REFCOCO = RefCOCOSettings(
 def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
     """Configure pre-training on precomputed features: 64,450 steps (10 epochs) of 512 captions.
 
-    The authors used 8 GPUs. In variant multi_task, words and regions of mismatched pairs have no labels, and all
-    tensors have the same learning rate.
+    The authors used 8 GPUs. In the `multi_task` variant, words and regions of mismatched pairs have no labels, and
+    all tensors have the same learning rate.
     """
     name = f"pretrain_vilbert_{size}" + "_multi_task" * (variant == "multi_task")
     if size == "demo":

@@ -28,8 +28,8 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure pre-training for 250k steps (10 epochs) of 128 captions and 128 text-only rows.
 
-    To fine-tune on VQA later, use precomputed features. Size base takes 2 days on 16 V100 GPUs, or 30 hours on 4 GPUs
-    with precomputed features. Size large takes 5.5 days on 16 GPUs.
+    To fine-tune on VQA later, use precomputed features. The base model takes 2 days on 16 V100 GPUs, or 30 hours on 4
+    GPUs with precomputed features. The large model takes 5.5 days on 16 GPUs.
     """
     precomputed = features == "precomputed"
     name = _make_name("pretrain_vlbert", size, "precomputed" * precomputed, variant)
@@ -65,7 +65,7 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
     triplets of question, answer and image in the paper (4.2.1).
 
     Q->A and QA->R are two runs: --task.subtask answer and --task.subtask rationale. `vlbert evaluate` combines the two
-    models for Q->AR and the leaderboard's file. The authors trained size large on 4 GPUs or, without gradient
+    models for Q->AR and the leaderboard's file. The authors trained the large model on 4 GPUs or, without gradient
     accumulation (--data.gradient_accumulation 1), on 16.
     """
     name = _make_name("finetune_vcr", size, "precomputed" * (features == "precomputed"), variant)
@@ -96,9 +96,9 @@ def finetune_vcr(size: Size = "base", features: Features = "end_to_end", variant
 def finetune_vqa(size: Size = "base", features: Features | None = None, variant: Variant = "published") -> Recipe:
     """Configure fine-tuning on VQA's train2014: 5 epochs, 256 questions per step, on precomputed features.
 
-    Variant paper trains end to end for 20 epochs (4.2.2 and A.2). The authors also trained on val2014. To train on both
-    splits, without validation, add --task.train_on train2014 val2014 --data.held_out None --steps 12855
-    --validate_every 2571 --save_every 2571. For variant paper, the steps are --steps 51420.
+    The `paper` variant trains end to end for 20 epochs (4.2.2 and A.2). The authors also trained on val2014. To train
+    on both splits, without validation, add --task.train_on train2014 val2014 --data.held_out None --steps 12855
+    --validate_every 2571 --save_every 2571. For the `paper` variant, use --steps 51420 instead.
     """
     paper = variant == "paper"
     features = features or ("end_to_end" if paper or size == "demo" else "precomputed")
@@ -123,7 +123,7 @@ def finetune_vqa(size: Size = "base", features: Features | None = None, variant:
 def finetune_refcoco(size: Size = "base", features: Features = "end_to_end", variant: Variant = "published") -> Recipe:
     """Configure fine-tuning on RefCOCO+, end to end: 20 epochs, 32 expressions per step, on ground-truth regions.
 
-    Variant paper has 256 expressions per step (4.2.3 and A.2).
+    The `paper` variant has 256 expressions per step (4.2.3 and A.2).
 
     To use detected regions, and add the ground truth in training: --task.regions detected --task.adds_ground_truth.
     The regions are taken from the shards (data.detector) or, as in the paper's table, from MAttNet's file in
@@ -213,7 +213,7 @@ def make_finetuning(  # noqa: PLR0913  what differs between the models
 
 
 def _make_name(recipe: str, size: str, features: str, variant: Variant) -> str:
-    """Return a recipe's name, given its parts. Raises ValueError for size demo with variant paper."""
+    """Return a recipe's name, given its parts. Raises ValueError for the `demo` size of the `paper` variant."""
     name = "_".join(filter(None, [recipe, size, features, "paper" * (variant == "paper")]))
     _refuse(size == "demo" and variant == "paper", name, "the demo has no variants")
     return name

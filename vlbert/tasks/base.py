@@ -230,10 +230,10 @@ class Task(ABC):
         return 0
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the examples to collate into a training batch. An override may combine `examples` with `following`.
+        """Return the examples to collate into a training batch, by default `examples`.
 
-        `following` has up to `lookahead` examples that come next in the step, including examples of other ranks. The
-        last example of a step is followed by the first example of the same step.
+        An override may combine them with `following`: up to `lookahead` examples that come next in the step, including
+        those of other ranks. It wraps around: after the last example of the step comes its first.
         """
         return list(examples)
 

@@ -382,7 +382,7 @@ def _group_by_row(index: Tensor, padded: Tensor, columns: Sequence[Tensor | list
 
 
 def _top_guesses(logits: Tensor) -> list[_Guesses]:
-    """Return the MAX_GUESSES most probable (class, probability) for each row of logits [M, V], best first."""
+    """Return each row's MAX_GUESSES most probable classes as (class, probability), best first. `logits` is [M, V]."""
     probabilities, classes = logits.float().softmax(1).topk(min(MAX_GUESSES, logits.shape[1]))
     return [list(zip(*row, strict=True)) for row in zip(classes.tolist(), probabilities.tolist(), strict=True)]
 

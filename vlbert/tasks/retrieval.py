@@ -161,14 +161,15 @@ class Retrieval(Task):
         return max(self.settings.wrong_captions, self.settings.wrong_images)
 
     def collate_group(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
-        """Return the pairs of caption and image, with added rows in which the caption does not belong to the image.
+        """Return the matching caption-image pairs, with added rows in which the caption does not fit the image.
 
-        Each image is also paired with captions of the next pairs, and each caption with images of the next pairs. All
-        rows of an image are in one example. Two pairs with the same image are not mixed, because both captions fit.
+        The image of each pair is also combined with captions of the pairs that follow, and its caption with their
+        images. Pairs that share an image are never combined, because either caption would fit. Each returned Example
+        holds the image of one pair and all rows with that image.
 
-        Each row has three labels. `anchor` is the index of the pair for which the row was made. `role` is 0 for the
-        pair itself, 1, 2, ... for wrong captions, and further numbers for wrong images. `right` is the role that the
-        model should choose: 0 in the row of the pair itself, and empty in the added rows.
+        Each row has three labels. `anchor` is the index of the pair that the row was made for. `role` is 0 for the
+        matching row, 1, 2, ... for rows with a wrong caption, and higher numbers for rows with a wrong image. `right`
+        is the role that the model should choose: 0 in the matching row, and empty in the added rows.
         """
         pairs, settings = [*examples, *following], self.settings  # fewer follow if these are the whole step
         texts: list[list[TextInput]] = [[] for _ in pairs]

@@ -137,7 +137,7 @@ def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: s
 
 
 def _parse_text(text: str) -> Text:
-    """Split a user's text into words and mentions. The mention "[1,2]" becomes [0, 1], indices that start at 0."""
+    """Split a user's text into words and mentions. A mention becomes zero-based indices: [0, 1] for "[1,2]"."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:

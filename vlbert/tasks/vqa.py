@@ -2,8 +2,8 @@
 
     torchrun -m vlbert.train finetune_vqa --data.root ROOT --task.folder vqa --init_from ROOT/runs/...
 
-The paper (table 2) reports an accuracy of 71.16 % on test-dev for VL-BERT base; 71.79 on test-dev and 72.22 on test-std
-for large.
+The paper (table 2) reports an accuracy of 71.16 % on test-dev for VL-BERT base. For VL-BERT large, it reports 71.79 %
+on test-dev and 72.22 % on test-std.
 """
 
 import functools
