@@ -109,7 +109,7 @@ def output_file(options: Options) -> Path:
 
 
 def rank(options: Options, fields: Sequence[str]) -> None:
-    """Rank a folder's images for a text, or a file's captions for an image. Print the best first, with probabilities."""
+    """Rank images (--among) for a text, or captions (--captions) for an image. Print them with probabilities."""
     captions = read_lines(options.captions, "--captions") if options.captions else []
     ranker = Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
     given = options.inputs[0]
