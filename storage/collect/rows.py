@@ -55,7 +55,7 @@ Extra = dict[str, Scalar]  # further columns of a row, by name
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read an origin (a caption list, a folder of images, or tars): its format and columns."""
+    """The format and columns of an origin (a caption list, a folder of images, or tars)."""
 
     form: str  # tsv, csv, jsonl, json, parquet, webdataset or images
     columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; for tars, as in the settings

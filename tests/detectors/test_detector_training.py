@@ -65,7 +65,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def kill_in_step_5(root: Path, run: str) -> None:
-    """As if the run had been killed there: its last checkpoint is gone, its metrics run ahead of the one before."""
+    """Leave the run as a kill would: without its last checkpoint, and with metrics of later steps."""
     shutil.rmtree(root / f"runs/{run}/step-0000006")
     (root / f"runs/{run}/weights.safetensors").unlink()
 

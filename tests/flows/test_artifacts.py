@@ -1,4 +1,4 @@
-"""What Prefect's UI shows: tables, curves, and an artifact that grows."""
+"""Artifacts in Prefect's UI: tables, curves, and an artifact that grows."""
 
 import base64
 import contextlib

@@ -164,7 +164,7 @@ class Deployed:
         return self.client.read_flow_run(run.id)
 
     def crashed_and_running_again(self, run: FlowRun) -> FlowRun:
-        """As the alarm does it, and then the run."""
+        """Set the run to Crashed, as the alarm does, and then to Running, as the run does."""
         self.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
         set_running(self.client, self.client.read_flow_run(run.id))
         return self.client.read_flow_run(run.id)
@@ -173,7 +173,7 @@ class Deployed:
         return self.client.read_global_concurrency_limit_by_name(f"deployment:{self.id}").active_slots
 
     def seconds_left(self, run: FlowRun) -> float | None:
-        """Of a run's lease; None where it is gone."""
+        """Return how long the run's lease is still valid, or None if it has none."""
         lease = self.leases / f"{lease_of(run)}.json"
         if not lease.exists():
             return None

@@ -120,7 +120,7 @@ def test_outputs_and_losses_are_those_of_our_own_classes(tmp_path: Path, name: s
 
 
 def test_a_batch_and_its_arguments_are_the_same():
-    """Of wide images, tall ones and a text alone, in this order of texts; with masks, classes and cells."""
+    """Texts with wide images, tall images and no image, in this order, with masks, classes and cells."""
     rng, examples = np.random.default_rng(0), []
     for number, size in enumerate([(96, 40), (40, 96), (90, 44), (44, 90), None]):
         tokens = np.array([2, *range(7, 8 + number), 3])

@@ -76,7 +76,7 @@ def test_an_image_of_the_same_url_is_no_mismatch_and_a_batch_of_one_has_none(roo
 
 
 def test_pairs_are_the_same_in_every_world(root):
-    """Of a step's last example the step's first is the next, whichever rank reads it; step 3 begins another epoch."""
+    """The last example of a step is followed by its first, whichever rank reads it. Step 3 begins another epoch."""
     task = make_task(root)
 
     def rows(step: int, size: int, parts: int = 1) -> list[str]:

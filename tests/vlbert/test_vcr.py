@@ -239,7 +239,7 @@ def test_examples_without_labels_add_no_loss(task, samples, tmp_path):
 
 
 def with_scores(scores: list[list[float]]) -> Encoded:
-    """What FIRST makes these scores of the choices of each example of."""
+    """Return encoder outputs from which FIRST computes these scores of each example's choices."""
     return Encoded(torch.tensor(scores).view(-1, 1, 1).expand(-1, 5, 1), torch.zeros(8, 5, 1), torch.zeros(0))
 
 
