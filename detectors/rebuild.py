@@ -9,9 +9,10 @@ import torch
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
-from detectors.select import SelectionSettings
 from detectors.weights.files import config_from_json, load_weights, read_config
 from storage.digests import sha256_of
+from storage.safe_json import printable, short_repr
+from storage.settings import from_json
 
 
 def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str) -> FasterRCNNDetector:
@@ -25,18 +26,18 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
     metadata = recorded.get("metadata") or {}
     if "network" not in metadata:
         raise ValueError(f"{source} does not record a network that can detect regions in new images")
-    weights_file = None if metadata["random_init"] else _check_weights(file, metadata, source)
-    settings = DetectorSettings(
-        SelectionSettings(**metadata["selection"]),
-        boxes=metadata["boxes"],
-        keep_features=metadata["keep_features"],
-    )
+    weights_file = None if metadata.get("random_init") is True else _check_weights(file, metadata, source)
+    names = {"selection", "boxes", "keep_features"} & metadata.keys()
+    settings = from_json(DetectorSettings, {name: metadata[name] for name in names}, f"{source}: its detector")
     config = config_from_json(metadata["network"], source)
-    network = network_class(metadata["backend"]).random_init(config, metadata.get("seed", 0))
-    weights = load_weights(network, weights_file) if weights_file else {"random_init": True, "seed": metadata["seed"]}
-    detector = FasterRCNNDetector(network, weights, settings, backend=metadata["backend"])
+    backend, seed = str(metadata.get("backend")), metadata.get("seed", 0)
+    if type(seed) is not int:
+        raise ValueError(f"{source}: the seed of its detector is {short_repr(seed)}; copy it again")
+    network = network_class(backend).random_init(config, seed)
+    weights = load_weights(network, weights_file) if weights_file else {"random_init": True, "seed": seed}
+    detector = FasterRCNNDetector(network, weights, settings, backend=backend)
     detector.threads = torch.get_num_threads()  # changes only the last bits
-    if detector.id != recorded["id"]:
+    if detector.id != recorded.get("id"):
         here = json.loads(json.dumps(detector.metadata))
         differences = [
             f"{name} is {here.get(name)} here but {metadata.get(name)} there"
@@ -44,8 +45,8 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
             if here.get(name) != metadata.get(name) and name not in ("batch", "code_version")
         ]
         warnings.warn(
-            f"the regions may differ from those of detector {recorded['id']}, on which {source} was trained: "
-            f"{'; '.join(differences) or 'the reason is not in the recorded metadata'}",
+            f"the regions may differ from those of detector {printable(recorded.get('id'))}, on which {source} was "
+            f"trained: {printable('; '.join(differences)) or 'the reason is not in the recorded metadata'}",
             stacklevel=2,
         )
     return detector
@@ -61,12 +62,13 @@ def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
 
 def _check_weights(file: str | Path | None, metadata: dict, source: str) -> Path:
     """Return `file` as a Path. Raises ValueError if it is missing or its weights are not the recorded ones."""
-    expected = f"{metadata['weights_file']} (sha256 {metadata['weights_sha256'][:12]}...)"
+    expected_sha256 = str(metadata.get("weights_sha256"))
+    expected = printable(f"{metadata.get('weights_file')} (sha256 {expected_sha256[:12]}...)")
     if file is None or not Path(file).is_file():
-        missing = f"{file} does not exist" if file else "its path is not known"
+        missing = f"{file} does not exist" if file else "it is not in the model's folder"
         raise ValueError(f"{source} was trained on the regions of {expected}, but {missing}; give --detector FILE")
     sha256 = sha256_of(Path(file))
-    if sha256 != metadata["weights_sha256"]:
+    if sha256 != expected_sha256:
         raise ValueError(
             f"{file} (sha256 {sha256[:12]}...) is not the detector that {source} was trained with, {expected}; give "
             "that as --detector FILE"

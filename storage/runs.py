@@ -16,7 +16,7 @@ from typing import Any
 
 from storage.digests import BLANK, OWN_SHA256, UnsupportedVersion, check_version, has_valid_digest, write_digest
 from storage.object_store import ObjectMissing, ObjectStore
-from storage.safe_json import parse_json
+from storage.safe_json import parse_json, short_repr
 
 CHECKPOINT_VERSION = 8  # version of the files of all checkpoints and of a model's config.json
 CONFIG, STATE = "config.json", "state.json"
@@ -72,8 +72,8 @@ class Folder:
         expected = self.hashes.get(name)
         if expected is not None and (actual := file_hash([data])) != expected:
             raise ValueError(
-                f"{self.uri_of(name)} is damaged: its sha256 is {actual['sha256'][:12]}..., not "
-                f"{expected['sha256'][:12]}...; {hint(self.store, self.path)}"
+                f"{self.uri_of(name)} is damaged: its sha256 is {actual['sha256'][:12]}..., recorded is "
+                f"{short_repr(expected)}; {hint(self.store, self.path)}"
             )
         return data
 

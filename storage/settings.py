@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro import _docstrings  # tyro has no public function for the description of a field
 
+from storage.safe_json import printable, short_repr
+
 T = TypeVar("T")
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -191,26 +193,35 @@ def to_json(config: Any) -> dict:
     return dataclasses.asdict(config)
 
 
-def from_json(kind: type, values: dict, location: str) -> Any:
+def from_json(kind: type[Any], values: dict, location: str) -> Any:
     """Create a dataclass of type `kind` from the output of `to_json`. Missing fields get their defaults.
 
-    Raises ValueError, naming `location` and the field, if a field is unknown or its value has the wrong type.
+    Raises ValueError, naming `location` and the field, if a field is unknown, is missing without a default, or has a
+    value of the wrong type.
     """
     types = _types_of(kind)
     unknown = sorted(values.keys() - types.keys())
     if unknown:
-        names = ", ".join(unknown)
+        names = printable(", ".join(unknown))[:200]
         raise ValueError(f"{location}: {kind.__name__} has no field {names}; another version of this code wrote it")
+    no_default = [one.name for one in dataclasses.fields(kind) if one.default is one.default_factory]
+    if missing := [name for name in no_default if name not in values]:
+        raise ValueError(f"{location}: {kind.__name__}.{missing[0]} is missing; the file is damaged")
 
     def value(name: str) -> Any:
         item, expected = values[name], types[name]
         if dataclasses.is_dataclass(expected) and isinstance(item, dict):
             return from_json(expected, item, location)
         if dataclasses.is_dataclass(expected) or not _fits(item, expected):
-            raise ValueError(f"{location}: {kind.__name__}.{name} is {item!r}, not {expected}; the file is damaged")
+            found = f"{kind.__name__}.{name} is {short_repr(item)}"
+            raise ValueError(f"{location}: {found}, not {expected}; the file is damaged")
         return tuple(item) if isinstance(item, list) else item
 
-    return kind(**{name: value(name) for name in values})
+    fields = {name: value(name) for name in values}
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from error
 
 
 def _fits(value: Any, expected: Any) -> bool:

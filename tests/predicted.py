@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from detectors.weights.files import load_weights, read_config
 from storage.object_store import open_store
 from training.checkpoint import Writer
 from training.optimizer import make_optimizer
-from vlbert.checkpoint import save_checkpoint
+from vlbert.checkpoint import DETECTOR, save_checkpoint
 from vlbert.config import Recipe, RegionConfig
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
@@ -47,6 +48,13 @@ def save_model(root: Path, run: str, task: object, detector: dict | None, **chan
     torch.manual_seed(0)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), make_task(task, WORDS, 36))
     return save_as(root, run, recipe, model, detector)
+
+
+def save_with_weights(root: Path, *arguments: object, **changes: object) -> Path:
+    """The same, with the demo detector's weights in its folder."""
+    folder = save_model(root, *arguments, **changes)
+    shutil.copyfile(WEIGHTS, folder / DETECTOR)
+    return folder
 
 
 def save_as(root: Path, run: str, recipe: Recipe, model: TaskModel, detector: dict | None = None) -> Path:

@@ -28,6 +28,7 @@ from storage.runs import (
     file_hash,
     open_folder,
 )
+from storage.safe_json import short_repr
 from storage.settings import from_json, to_json
 from training.checkpoint import MODEL, OPTIMIZER, Writer, load_tensors, optimizer_tensors, write_checkpoint
 from vlbert.config import ModelConfig, Recipe
@@ -40,6 +41,38 @@ _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"
 DETECTOR = "detector.safetensors"  # weights of the region detector; vlbert.hf saves them with a model
 MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.json of vlbert.hf
+# The fields of a config.json that are read, and their types. transformers has others, which choose code or files.
+_FIELDS: dict[str, type] = {"version": int, "model": dict, "vocab_size": int, "num_classes": int, "task": str}
+_FIELDS |= {"settings": dict, "recipe": dict, "detector": dict, "files": dict, "architectures": list}
+_FIELDS |= {"id2label": dict, "label2id": dict, "output_attentions": bool, "output_hidden_states": bool}
+_FIELDS |= {"return_dict": bool}
+
+
+def check_config(config: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Return the fields of a config.json that this package reads, without null.
+
+    Raises ValueError, naming `location` and the field, if one is missing or has another type, or for another version.
+    """
+    known = {name: config[name] for name in _FIELDS if config.get(name) is not None}
+    needed = {"version", "model", "vocab_size"} | ({"num_classes"} if "task" in known else set())
+    wrong = sorted(needed - known.keys()) + [name for name, value in known.items() if type(value) is not _FIELDS[name]]
+    if not wrong:
+        check_version(known["version"], CHECKPOINT_VERSION, location)
+        from_json(ModelConfig, known["model"], location)
+        inner = {
+            "detector": isinstance(known.get("detector", {}).get("metadata") or {}, dict),
+            "id2label": all(map(str.isdecimal, known.get("id2label", {}))),
+            "recipe": isinstance(settings_of(known) if "task" in known else {}, dict),
+        }
+        wrong = [name for name, fits in inner.items() if not fits]
+    if wrong:
+        raise ValueError(f"{location} is damaged: {wrong[0]} is {short_repr(config.get(wrong[0]))}; copy it again")
+    return known
+
+
+def settings_of(config: Mapping[str, Any]) -> Any:
+    """Return the settings of the task in a config.json, as a dict of fields; None if there are none."""
+    return config["settings"] if config.get("settings") is not None else (config.get("recipe") or {}).get("task")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +103,7 @@ class Checkpoint:
     @property
     def task_settings(self) -> dict:
         """Settings of the task that the head was trained on, as a dict of fields."""
-        return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
+        return settings_of(self.config)
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with `prefix`, keyed by the rest of the name."""
@@ -168,11 +201,6 @@ def read_model(folder: str | Path) -> Checkpoint:
     return read_checkpoint(LocalStore(str(folder)), "")
 
 
-def read_config_at(store: ObjectStore, path: str) -> dict:
-    """Return the content of a checkpoint's config.json, given its store and folder (see find_checkpoint)."""
-    return _read_config(_open_checkpoint(store, path))
-
-
 def strip_paths(config: ModelConfig) -> ModelConfig:
     """Return the configuration without `regions.weights`, a path that is valid only on this machine."""
     return replace(config, regions=replace(config.regions, weights=None))
@@ -184,7 +212,7 @@ def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Chec
     Raises ValueError if a file is missing or invalid.
     """
     folder = _open_checkpoint(store, path)
-    config = _read_config(folder)
+    config = check_config(folder.json(CONFIG), folder.uri_of(CONFIG))
     if not folder.state:
         folder = replace(folder, hashes=config.get("files", {}))
     vocabulary, saved = None, folder.json(TASK) if folder.has(TASK) else {}
@@ -219,21 +247,6 @@ def _open_checkpoint(store: ObjectStore, path: str) -> Folder:
         if not folder.has(name):
             raise ValueError(f"{folder.uri} holds no model: it has no {name}")
     return folder
-
-
-def _read_config(folder: Folder) -> dict:
-    """Return the content of config.json. Raises ValueError if it is invalid or has another format version."""
-    config, uri = folder.json(CONFIG), folder.uri_of(CONFIG)
-    if not isinstance(config.get("version"), int):
-        raise ValueError(f"{uri} is not the configuration of a model of this project: it has no version")
-    check_version(config["version"], CHECKPOINT_VERSION, uri)
-    hashes = config.get("files", {})
-    valid_hashes = isinstance(hashes, dict) and all(
-        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in hashes.values()
-    )
-    if not (valid_hashes and isinstance(config.get("model"), dict) and isinstance(config.get("vocab_size"), int)):
-        raise ValueError(f"{uri} is incomplete: model, vocab_size or files is missing or invalid; copy it again")
-    return config
 
 
 def restore_saved(task: Any, checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from guides import blocks
-from predicted import ON_FEATURES, STARTED, demo_detector, recorded, save_model
+from predicted import ON_FEATURES, STARTED, demo_detector, recorded, save_model, save_with_weights
 from tiny import VILBERT, tiny_sample
 
 import vlbert.tasks
@@ -35,11 +35,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "retrieval": RetrievalSettings(caption_length=40),
         "related": PretrainingSettings(relationship=True, mismatched=0.5, caption_length=30, max_regions=9),
     }.items():
-        save_model(root, run, task, recorded(demo_detector()), model=STARTED)
+        save_with_weights(root, run, task, recorded(demo_detector()), model=STARTED)
     featured = recorded(demo_detector(keep_features=True))
     vqa = VQASettings(str(root), answer_list="answers.txt", answers=3, question_length=58, answers_from_words=False)
     save_model(root, "vqa", vqa, featured, model=ON_FEATURES)
-    save_model(root, "vqa-pixels", vqa, recorded(demo_detector()), model=STARTED)
+    save_with_weights(root, "vqa-pixels", vqa, recorded(demo_detector()), model=STARTED)
     pairs = PretrainingSettings(max_elements=None, max_regions=4, relationship=True, region_head="transform_norm")
     save_model(root, "vilbert", pairs, featured, model=PAIRS)
     (root / "photo.jpg").write_bytes(tiny_sample(3).image)

@@ -1,21 +1,22 @@
 """The page of `vlbert predict --serve`: what it answers is the predictor's, and nobody else's page may ask."""
 
 import base64
+import contextlib
+import dataclasses
 import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 from browser import chromium
 from places import PROJECT
 from playwright.sync_api import Browser, expect
@@ -27,7 +28,7 @@ from demo.serve import png_bomb
 from vlbert.data.image_file import IMAGES
 from vlbert.predict import Predictor, Ranker
 from vlbert.predict import page as prediction_page
-from vlbert.predict.page import page_app
+from vlbert.predict.page import make_server, page_app
 
 PHOTO = tiny_sample(3).image
 JSON = {"Content-Type": "application/json"}
@@ -126,6 +127,85 @@ def test_the_page_is_for_this_machine_alone(page, predictor, monkeypatch):
     assert page.post("/regions", content=PHOTO, headers=own).status_code == 200
 
 
+# --- many clients -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(predictor: Predictor) -> Iterator[str]:
+    """The URL of a page, served in a thread meanwhile."""
+    server = make_server(predictor, 0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def open_connection(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(url.split("/")[2], timeout=120)
+
+
+def begin_upload(url: str, size: int | None, sent: bytes) -> socket.socket:
+    """A connection on which an upload of a size has begun, or one in chunks."""
+    host, port = url.split("/")[2].split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    kind = f"Content-Length: {size}" if size else "Transfer-Encoding: chunked"
+    connection.sendall(f"POST /regions HTTP/1.1\r\nHost: {host}:{port}\r\n{kind}\r\n\r\n".encode() + sent)
+    return connection
+
+
+def test_64_clients_at_once_all_get_their_answer(predictor):
+    begin = threading.Barrier(64)
+
+    def ask_as_one(number: int) -> int:
+        connection = open_connection(url)
+        connection.connect()
+        begin.wait()
+        connection.request("POST", "/regions", PHOTO + bytes(number * 10_000))
+        return connection.getresponse().status
+
+    with served(predictor) as url, ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(ask_as_one, range(64))) == [200] * 64
+
+
+def test_unfinished_uploads_are_bounded_together_and_end(predictor, monkeypatch, capfd):
+    size = len(PHOTO) + 500_000
+    monkeypatch.setattr(prediction_page, "IMAGES", dataclasses.replace(IMAGES, max_bytes=size))
+    monkeypatch.setattr(prediction_page, "_MAX_BODIES", 2 * size)
+    monkeypatch.setattr(prediction_page, "_BODY_SECONDS", 2.0)
+    with served(predictor) as url:
+        begin_upload(url, size, PHOTO).close()  # its client leaves
+        unfinished = [begin_upload(url, size, PHOTO + bytes(400_000)) for _ in range(2)]
+        unfinished += [begin_upload(url, None, b"7a120\r\n" + bytes(100))]
+        dripping = threading.Thread(target=drip, args=[unfinished[0]])
+        dripping.start()
+        honest = open_connection(url)
+        honest.request("GET", "/")
+        assert honest.getresponse().read(), "a page is served meanwhile"
+        started = time.monotonic()
+        honest.request("POST", "/regions", PHOTO)
+        assert honest.getresponse().status == 200
+        assert 1 < time.monotonic() - started < 30, "it waited for the first two to end"
+        for connection in unfinished:
+            reply = b"".join(iter(lambda: connection.recv(2**16), b""))  # noqa: B023
+            assert reply.startswith(b"HTTP/1.1 408 "), reply
+            assert b"more than 2 seconds" in reply
+        dripping.join()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte ten times a second until the connection is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b"\0")
+            time.sleep(0.1)
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 QUESTIONS = {  # run -> what is written into the page's fields
@@ -141,20 +221,6 @@ QUESTIONS = {  # run -> what is written into the page's fields
 def browser() -> Iterator[Browser]:
     with chromium() as started:
         yield started
-
-
-@contextmanager
-def served(predictor: Predictor) -> Iterator[str]:
-    """The URL of a page, served in a thread meanwhile."""
-    config = uvicorn.Config(page_app(predictor), host="127.0.0.1", port=0, lifespan="off", log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from training.checkpoint import MODEL
 from training.loading import EXPECTED
 from training.program import STOPPED, make_recipe
 from training.stopping import Stopped
-from vlbert.checkpoint import read_config_at
+from vlbert.checkpoint import read_checkpoint
 from vlbert.comparison.plans import PRETRAINING, Plan, Training
 from vlbert.config import Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation
@@ -197,7 +197,8 @@ def _train_and_evaluate(cell: Cell, root: str) -> None:
     """Train and evaluate a cell. Raises ValueError if its `steps` or initial weights changed after its run began."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
-    if saved and (steps := read_config_at(store, saved[-1])["recipe"]["steps"]) != cell.recipe.steps:
+    last = read_checkpoint(store, saved[-1], tensors=False) if saved else None
+    if last and (steps := last.config["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
             f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}, and so another learning "
             "rate schedule. Restore the steps, or delete this folder and those of all runs to compare it with"

@@ -74,7 +74,7 @@ def load_task_model(
             f"{uri} was trained for another task than recipe {recipe.name}: its settings are {trained_for}, the "
             f"recipe's are {type(recipe.task).__name__}. Give the recipe that it was trained with"
         )
-    trained = recipe_of(checkpoint)
+    trained = replace(recipe_of(checkpoint), vocabulary=None)  # the checkpoint's own; never a path that it names
     settings = recipe.task if zero_shot else trained.task
     recipe = recipe or trained
     recipe = override_values(replace(recipe, task=settings, model=checkpoint.model_config), changes or {})

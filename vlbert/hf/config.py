@@ -5,17 +5,18 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 from transformers import PretrainedConfig
 
 from storage.digests import check_version
-from storage.runs import CHECKPOINT_VERSION
+from storage.runs import CHECKPOINT_VERSION, CONFIG
+from storage.safe_json import parse_json
 from storage.settings import from_json, to_json
-from vlbert.checkpoint import MODEL_TYPE, strip_paths
+from vlbert.checkpoint import MODEL_TYPE, check_config, settings_of, strip_paths
 from vlbert.config import ModelConfig
-from vlbert.hf.files import find_folder
+from vlbert.hf.files import HUB, fetch_folder
 from vlbert.tasks import settings_named
 from vlbert.tasks.base import TaskSettings
 
@@ -64,6 +65,7 @@ class VLBertConfig(PretrainedConfig):
         version: int = CHECKPOINT_VERSION,
         **kwargs: Any,
     ):
+        kwargs.setdefault("dtype", "float32")  # of all weights, whatever a file says
         check_version(version, CHECKPOINT_VERSION, _SOURCE)
         kwargs.pop("files", None)  # hashes of the model's files in a config.json
         given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
@@ -74,8 +76,7 @@ class VLBertConfig(PretrainedConfig):
         self.num_classes = num_classes
         if isinstance(settings, TaskSettings):
             task, settings = type(settings).__name__, to_json(settings)
-        if settings is None and recipe is not None:
-            settings = recipe["task"]
+        settings = settings_of({"settings": settings, "recipe": recipe})
         self.task = task
         self.settings = None if settings is None else _to_plain(_strip_task_paths(dict(settings)))
         self.detector = None if detector is None else _to_plain(dict(detector))
@@ -114,7 +115,21 @@ class VLBertConfig(PretrainedConfig):
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the config.json of a folder, a run or a Hub model. Raises OSError if a local folder is missing."""
-        return super().get_config_dict(find_folder(pretrained_model_name_or_path), **kwargs)
+        hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
+        file = Path(fetch_folder(pretrained_model_name_or_path, (CONFIG,), **hub), CONFIG)
+        return parse_json(file.read_bytes(), str(file)), {"name_or_path": str(file.parent)} | kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from the content of a config.json. Of fields that strangers wrote, only known ones are used.
+
+        `kwargs` are the caller's own, as in transformers. Raises ValueError if a field is missing or of another type.
+        """
+        location = os.path.join(kwargs.get("name_or_path", ""), CONFIG)
+        known = check_config(config_dict, location)
+        if kind := settings_named(known.get("task", "")):
+            from_json(kind, settings_of(known) or {}, location)
+        return super().from_dict(known, **kwargs)
 
     def with_settings(self, settings: TaskSettings | None) -> Self:
         """Return a copy of the config with other task settings. None removes the task."""

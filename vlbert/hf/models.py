@@ -156,6 +156,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
             raise ModelNotReadable(str(error)) from error
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         if config is None:
+            kwargs = {"name_or_path": folder} | kwargs
             config, kwargs = VLBertConfig.from_dict(saved.config, return_unused_kwargs=True, **kwargs)
         if kwargs:
             raise TypeError(
@@ -177,7 +178,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         """Return the config's task settings or, if the config's task is not this model's, settings for a new head."""
         if cls.new_settings is None or config.task == type(cls.new_settings).__name__:
             return config.task_settings
-        recipe = ranking_recipe(saved.config) if isinstance(cls.new_settings, RetrievalSettings) else None
+        recipe = ranking_recipe(saved) if isinstance(cls.new_settings, RetrievalSettings) else None
         return recipe.task if recipe else cls.new_settings
 
     def _load_weights(self, saved: Checkpoint, same_task: bool) -> None:

@@ -26,7 +26,7 @@ from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.files import PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch
-from vlbert.predict.predictor import detect_regions, find_detector_weights, load_detector
+from vlbert.predict.predictor import detect_regions, load_detector
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task, user_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
@@ -74,7 +74,8 @@ class VLBertProcessor(ProcessorMixin):
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """The detector whose regions the model was trained on. Raises ValueError if its weights are not found."""
-        return load_detector(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
+        source, regions = self.config.name_or_path or "the model", self.config.model_config.regions
+        return load_detector(self.config.to_dict(), regions, source, self.detector_file)
 
     def __call__(  # noqa: PLR0913  the inputs of all tasks
         self,
@@ -189,10 +190,10 @@ class VLBertProcessor(ProcessorMixin):
     ) -> Self:
         """Load the processor of a model. The model can be a folder, a run, a checkpoint, or a name on the Hub.
 
-        Raises OSError if a folder is missing or has no vocabulary.
+        Only files in the model's folder are read. Raises OSError if a folder is missing or has no vocabulary.
 
         Args:
-            detector: The detector's weight file, if it is not in the folder or at the path recorded during training.
+            detector: The detector's weight file, if it is not in the folder as detector.safetensors.
             kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`.
         """
         hub = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
@@ -201,11 +202,9 @@ class VLBertProcessor(ProcessorMixin):
             raise OSError(f"{folder} has no {VOCABULARY}; put the model's own there, one token a line")
         file = folder / (PROCESSOR if (folder / PROCESSOR).is_file() else CONFIG)
         values = parse_json(file.read_bytes(), str(file))
-        values = values.get("config", values)
-        config = VLBertConfig.from_dict(values)
-        config.name_or_path = str(folder)
-        if detector is None:
-            detector = folder / DETECTOR if (folder / DETECTOR).is_file() else find_detector_weights(values)
+        config = VLBertConfig.from_dict(values.get("config", values), name_or_path=str(folder))
+        if detector is None and (folder / DETECTOR).is_file():
+            detector = folder / DETECTOR
         return cls(_make_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
 
 

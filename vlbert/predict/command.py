@@ -27,7 +27,7 @@ from tyro.conf import arg
 from storage.programs import Checkpoint, Positional, require
 from storage.settings import named_fields, override, parse_known
 from training.program import find_recipe
-from vlbert.checkpoint import find_checkpoint, open_checkpoint, read_config_at
+from vlbert.checkpoint import open_checkpoint
 from vlbert.datasets.files import read_lines
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.predict.attention import draw_attention
@@ -68,7 +68,7 @@ class Options:
 
 def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
     """Load the predictor for the command line's options: a Ranker for a retrieval checkpoint, otherwise a Predictor."""
-    task = read_config_at(*find_checkpoint(options.checkpoint)).get("task")
+    task = open_checkpoint(options.checkpoint, tensors=False).config.get("task")
     if task == RetrievalSettings.__name__:
         return Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
     recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None

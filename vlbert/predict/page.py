@@ -1,10 +1,10 @@
 """Serve the web page of `vlbert predict CHECKPOINT --serve` to browsers on this computer.
 
 The server listens only on 127.0.0.1. Pages of other web sites cannot use it, because it refuses requests whose Host
-header names another host, and POST requests from another origin. It handles one request at a time, and refuses
-connections if too many are waiting.
+header names another host, and POST requests from another origin. It handles one request at a time. The others wait.
 """
 
+import asyncio
 import base64
 import os
 import secrets
@@ -16,12 +16,17 @@ from typing import Annotated, Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from detectors.drawing import colour_of, ink_on
+from storage.safe_json import printable
 from storage.sample import Sample
 from vlbert.data.image_file import IMAGES
 from vlbert.evaluation.results_page import render
@@ -37,7 +42,10 @@ from vlbert.tasks.vqa import VQASettings
 HOST = "127.0.0.1"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")  # Host header of a browser on this machine, or behind a tunnel
 _MAX_SAMPLES = 16  # latest images whose regions are kept
-_MAX_CONNECTIONS = 16  # further ones are answered with 503
+_MAX_CONNECTIONS = 512  # further ones are answered with 503
+_MAX_QUESTION = 2**22  # bytes
+_MAX_BODIES = 5 * IMAGES.max_bytes // 2  # bytes of all requests together; further ones wait before they are read
+_BODY_SECONDS = 60.0  # for a body to arrive
 _FORMS = {  # settings -> form of the template
     PretrainingSettings: "pretraining",
     VQASettings: "vqa",
@@ -71,11 +79,16 @@ def page_app(predictor: Predictor) -> FastAPI:
     samples: dict[str, Sample] = {}
     lock = threading.Lock()  # model, samples and matplotlib are used by one thread at a time
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # FastAPI's own pages load files from other sites
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=IMAGES.max_bytes)
+    app.add_middleware(_limit_bodies)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)
     app.middleware("http")(_guard)
-    for kind in (ValueError, OSError):
-        app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": str(error)}, 400))
+    for kind in (ValueError, OSError, ClientDisconnect):
+        app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": printable(error)}, 400))
+
+    @app.exception_handler(RequestValidationError)
+    def name_fields(_: Request, invalid: RequestValidationError) -> Response:
+        wrong = [f"{'.'.join(map(str, error['loc'][1:])) or 'the body'}: {error['msg']}" for error in invalid.errors()]
+        return JSONResponse({"detail": "; ".join(wrong)}, 422)  # without the values, which may not fit into JSON
 
     @app.get("/", response_class=HTMLResponse)
     def html() -> str:
@@ -136,6 +149,40 @@ def page_app(predictor: Predictor) -> FastAPI:
     return app
 
 
+def _limit_bodies(app: ASGIApp) -> ASGIApp:
+    """Return `app` behind limits of each body's bytes and seconds, and of the bytes of all bodies in memory."""
+    free, changed = _MAX_BODIES, asyncio.Condition()
+
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal free
+        headers, limit = Headers(scope=scope), IMAGES.max_bytes if scope["path"] == "/regions" else _MAX_QUESTION
+        size = min(limit, limit if "transfer-encoding" in headers else int(headers.get("content-length", 0)))
+        async with changed:  # wait for room for the whole body, so that no two half-read ones wait for each other
+            await changed.wait_for(lambda: free >= size)
+            free -= size
+        due = asyncio.get_running_loop().time() + _BODY_SECONDS if size else None  # None: the body is complete
+
+        async def receive_in_time() -> Message:
+            nonlocal due
+            try:
+                async with asyncio.timeout_at(due):
+                    message = await receive()
+            except TimeoutError:
+                close = {"Connection": "close"}
+                raise HTTPException(408, f"the upload took more than {_BODY_SECONDS:g} seconds", close) from None
+            due = due if message.get("more_body") else None
+            return message
+
+        try:
+            await RequestBodyLimitMiddleware(app, limit)(scope, receive_in_time, send)
+        finally:
+            async with changed:
+                free += size
+                changed.notify_all()
+
+    return limited
+
+
 async def _body(request: Request) -> bytes:
     return await request.body()
 
@@ -163,11 +210,16 @@ def _data_uri(kind: str, data: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
+def make_server(predictor: Predictor, port: int) -> uvicorn.Server:
+    """Return the server of the page, which its method `run` starts."""
+    options: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off", "access_log": False}
+    options["limit_concurrency"] = _MAX_CONNECTIONS
+    return uvicorn.Server(uvicorn.Config(page_app(predictor), HOST, port, **options))
+
+
 def serve(predictor: Predictor, port: int) -> None:
     """Serve the page until Ctrl-C or SIGTERM."""
-    options = {"host": HOST, "port": port, "http": "h11", "ws": "none", "lifespan": "off", "access_log": False}
-    options["limit_concurrency"] = _MAX_CONNECTIONS
-    page = threading.Thread(target=uvicorn.run, args=[page_app(predictor)], kwargs=options, daemon=True)
+    page = threading.Thread(target=make_server(predictor, port).run, daemon=True)
     page.start()
     try:
         page.join()

@@ -14,9 +14,10 @@ from PIL import Image
 
 from detectors.detect import FasterRCNNDetector
 from detectors.rebuild import detector_of_file, rebuild_detector
+from storage.safe_json import printable
 from storage.sample import Regions, Sample, check_sample
-from vlbert.checkpoint import DETECTOR, find_checkpoint, open_checkpoint, read_config_at
-from vlbert.config import Recipe
+from vlbert.checkpoint import DETECTOR, open_checkpoint
+from vlbert.config import Recipe, RegionConfig
 from vlbert.data.batch import Batch, collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
@@ -31,10 +32,11 @@ class Predictor:
         predictor = Predictor("demo-root/runs/pretrain")
         print(predictor("photo.jpg", "a red [MASK]").answer)
 
-    Raises ValueError if the checkpoint cannot be loaded.
+    Only files in the checkpoint's folder are read. Paths that its config.json names are ignored. Raises ValueError if
+    the checkpoint cannot be loaded.
 
     Args:
-        detector: The detector's weight file, if it is neither in the checkpoint nor at the path recorded in training.
+        detector: The detector's weight file, if it is not in the checkpoint's folder as detector.safetensors.
         changes: New values for fields of the checkpoint's recipe, such as {"task.folder": "vqa"}.
         recipe: The checkpoint's recipe, needed only for a task that this package does not have.
     """
@@ -47,6 +49,8 @@ class Predictor:
         recipe: Recipe | None = None,
     ):
         self.checkpoint = open_checkpoint(str(checkpoint))
+        if "folder" in (self.checkpoint.task_settings or {}):  # that of the machine of the training
+            changes = {"task.folder": "", **changes}
         self.model, self.recipe = load_task_model(self.checkpoint, changes, recipe)
         self.task = self.model.task
         self._detector_file = detector
@@ -56,7 +60,7 @@ class Predictor:
         """The detector whose regions the model was trained on, rebuilt from its description in the checkpoint."""
         saved = Path(self.checkpoint.folder.uri_of(DETECTOR))
         file = self._detector_file or (saved if saved.is_file() else None)
-        return load_detector(self.checkpoint.config, self.checkpoint.uri, file)
+        return load_detector(self.checkpoint.config, self.recipe.model.regions, self.checkpoint.uri, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
         """Find the regions of an image. Returns a sample with the image as datasets store it, and its regions."""
@@ -109,35 +113,25 @@ class Predictor:
 # --- the detector -----------------------------------------------------------------------------------------------------
 
 
-def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
+def load_detector(config: dict, regions: RegionConfig, source: str, file: str | Path | None) -> FasterRCNNDetector:
     """Load the detector whose regions a model was trained on. If config.json does not describe it, load `file`.
 
     Args:
         config: The model's config.json.
+        regions: The model's settings of regions.
         source: The model's name in error messages.
-        file: The detector's weight file. None: the file that initialised the model's Fast R-CNN, if it belongs to
-            this detector.
+        file: The detector's weight file; None for a detector with random weights.
     """
     recorded = config.get("detector") or {}
     metadata = recorded.get("metadata") or {}
     if "network" in metadata:
-        return rebuild_detector(recorded, file or find_detector_weights(config), source)
-    reason = f"its regions came from {metadata['backend']} boxes" if metadata else "it has no description of a detector"
+        return rebuild_detector(recorded, file, source)
+    backend = printable(metadata.get("backend"))
+    reason = f"its regions came from {backend} boxes" if metadata else "it has no description of a detector"
     if file is None:
         raise ValueError(f"{source} cannot find regions: {reason}; name a detector: --detector FILE")
     warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=2)
-    return detector_of_file(file, keep_features=config["model"]["regions"]["features"] == "precomputed")
-
-
-def find_detector_weights(config: dict) -> str | None:
-    """Return the weight file of the detector that initialised a model's Fast R-CNN, or None if it is unknown."""
-    weights, init_from = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
-    if weights or not init_from:
-        return weights
-    try:  # the run from which this one started records the file
-        return find_detector_weights(read_config_at(*find_checkpoint(init_from)))
-    except (ValueError, OSError):  # the earlier run no longer exists
-        return None
+    return detector_of_file(file, keep_features=regions.features == "precomputed")
 
 
 def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:

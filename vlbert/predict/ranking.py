@@ -11,8 +11,8 @@ import torch
 
 from storage.sample import Sample
 from storage.settings import from_json
-from vlbert.checkpoint import CONFIG, find_checkpoint, read_config_at
-from vlbert.config import ModelConfig, Recipe
+from vlbert.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from vlbert.config import Recipe
 from vlbert.predict.predictor import Predictor
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.retrieval import OTHER_TOKENS, HeldOutImage, Retrieval, RetrievalSettings
@@ -33,7 +33,7 @@ class Ranker(Predictor):
     def __init__(
         self, checkpoint: str, detector: str | Path | None = None, changes: Mapping[str, Any] = MappingProxyType({})
     ):
-        recipe = ranking_recipe(read_config_at(*find_checkpoint(str(checkpoint))))
+        recipe = ranking_recipe(open_checkpoint(str(checkpoint), tensors=False))
         super().__init__(checkpoint, detector, changes, recipe)
         if not isinstance(self.task, Retrieval):
             raise ValueError(
@@ -81,15 +81,15 @@ class Ranker(Predictor):
         return 1 / (1 + np.exp(-row["scores"].astype(np.float64)))
 
 
-def ranking_recipe(config: Mapping[str, Any]) -> Recipe | None:
-    """Make a recipe for retrieval from the config.json of a pre-trained model. Returns None for models of other tasks.
+def ranking_recipe(checkpoint: Checkpoint) -> Recipe | None:
+    """Make a recipe for retrieval from a pre-trained model. Returns None for models of other tasks.
 
     The recipe limits the length of captions and the number of regions as in pre-training.
     """
-    if config.get("task") != PretrainingSettings.__name__:
+    if checkpoint.config.get("task") != PretrainingSettings.__name__:
         return None
-    settings = config["settings"] if "settings" in config else config["recipe"]["task"]
-    model = from_json(ModelConfig, config["model"], CONFIG)
-    length = min(settings["caption_length"], model.max_positions - OTHER_TOKENS)
-    task = RetrievalSettings(caption_length=length, max_regions=settings["max_regions"])
+    model = checkpoint.model_config
+    settings = from_json(PretrainingSettings, checkpoint.task_settings, checkpoint.folder.uri_of(CONFIG))
+    length = min(settings.caption_length, model.max_positions - OTHER_TOKENS)
+    task = RetrievalSettings(caption_length=length, max_regions=settings.max_regions)
     return Recipe(name="retrieval", task=task, model=model)
