@@ -20,6 +20,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from flows.prefect_patches import fail_fast
 from storage.catalog import Catalog
 from storage.manifests import OK
+from storage.safe_json import printable
 from storage.tables import markdown
 
 STAGE_LOG = "stage"  # last part of the logger name of a stage's own log lines in Prefect
@@ -112,5 +113,5 @@ def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[st
 
 
 def escape(text: str) -> str:
-    """Return untrusted text on one line, with all characters that are special in Markdown or HTML escaped."""
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(text.split()))
+    """Return untrusted text on one line. Invisible characters, and those of Markdown and HTML, are escaped."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", printable(" ".join(text.split())))

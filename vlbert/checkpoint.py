@@ -55,18 +55,16 @@ def check_config(config: Mapping[str, Any], location: str) -> dict[str, Any]:
     """
     known = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     needed = {"version", "model", "vocab_size"} | ({"num_classes"} if "task" in known else set())
-    wrong = sorted(needed - known.keys()) + [name for name, value in known.items() if type(value) is not _FIELDS[name]]
+    wrong = {name: config.get(name) for name in needed | known.keys() if type(known.get(name)) is not _FIELDS[name]}
     if not wrong:
         check_version(known["version"], CHECKPOINT_VERSION, location)
         from_json(ModelConfig, known["model"], location)
-        inner = {
-            "detector": isinstance(known.get("detector", {}).get("metadata") or {}, dict),
-            "id2label": all(map(str.isdecimal, known.get("id2label", {}))),
-            "recipe": isinstance(settings_of(known) if "task" in known else {}, dict),
-        }
-        wrong = [name for name, fits in inner.items() if not fits]
-    if wrong:
-        raise ValueError(f"{location} is damaged: {wrong[0]} is {short_repr(config.get(wrong[0]))}; copy it again")
+        metadata, settings = known.get("detector", {}).get("metadata"), settings_of(known)
+        wrong |= {} if isinstance(metadata or {}, dict) else {"detector.metadata": metadata}
+        wrong |= {} if isinstance(settings, dict) or "task" not in known else {"recipe.task": settings}
+        wrong |= {} if all(map(str.isdecimal, known.get("id2label", {}))) else {"id2label": known["id2label"]}
+    for name, value in sorted(wrong.items()):
+        raise ValueError(f"{location} is damaged: {name} is {short_repr(value)}; copy it again")
     return known
 
 

@@ -26,7 +26,7 @@ from training.curves import draw_curves, draw_panels, select_lines
 
 def test_a_table_counts_every_status_and_shows_text_of_the_web_as_plain_words(tmp_path: Path):
     catalog = Catalog(open_store(str(tmp_path)), "captions")
-    hostile = "[x](javascript:alert(1)) | <b>`\\` http://a.example/_x_\n" + "y" * 300
+    hostile = "[x](javascript:alert(1)) | <b>`\\` http://a.example/_x_\n\u202e" + "y" * 300
     failed = [("http_404", hostile), ("http_404", hostile), ("timeout", ""), ("http_404", hostile)]
     rows = [Row(number, f"{number:020d}", *one) for number, one in enumerate(failed)]
     for shard, table in (("00000", rows[:3]), ("00001", rows[3:])):
@@ -35,7 +35,7 @@ def test_a_table_counts_every_status_and_shows_text_of_the_web_as_plain_words(tm
     assert table.startswith("4 rows in 2 shards of ")
     assert re.search(r"-\W*\n\| http\\_404 +\| +3 +\|\n\| timeout +\| +1 +\|\n\n", table)
     (first,) = (line for line in table.splitlines() if line.startswith("- "))
-    escaped = r"\[x\]\(javascript\:alert\(1\)\) \| \<b\>\`\\\` http\:\/\/a\.example\/\_x\_ yyy"
+    escaped = r"\[x\]\(javascript\:alert\(1\)\) \| \<b\>\`\\\` http\:\/\/a\.example\/\_x\_ \\u202eyyy"
     assert first.startswith(rf"- **http\_404**: {escaped}")
     assert first.count("y") == 200 - hostile.index("y")
 

@@ -1,9 +1,14 @@
 """vlbert.hf: each class computes what ours computes, bit for bit; saving, loading, the hub, the Auto classes."""
 
 import dataclasses
+import functools
 import json
 import logging
+import re
 import shutil
+import socket
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +18,18 @@ import torch
 import transformers
 from family import END_TO_END, TASKS, examples_of, new_model, retrieval
 from hub import Hub, serve_hub
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from places import PROJECT
-from predicted import WORDS, save_as
-from tiny import TINY_MODEL, UNICODER_VL, VILBERT, tiny_recipe
+from predicted import WEIGHTS, WORDS, save_as
+from tiny import TINY_MODEL, UNICODER_VL, VILBERT, tiny_recipe, tiny_sample
 from transformers.utils.generic import find_labels
 
 from vlbert import hf
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.hf.cards import model_card
 from vlbert.hf.inputs import from_batch, to_batch
 from vlbert.predict import Predictor, Ranker
 from vlbert.tasks.base import TaskModel
@@ -350,6 +358,135 @@ def test_config_classes_and_models_are_found_by_config_json(models):
 def test_what_a_model_cannot_be_loaded_as_is_refused(models, kind, given: dict, named: str):
     with pytest.raises((ValueError, ImportError, TypeError, RuntimeError), match=named):
         kind.from_pretrained(str(models / "runs/pretraining/step-0000001"), **given)
+
+
+@pytest.fixture
+def strange(models: Path, tmp_path: Path) -> Path:
+    """A model folder whose config.json names files beside it: weights, answers, a vocabulary and another config."""
+    folder = shutil.copytree(models / "runs/vqa-pixels/step-0000001", tmp_path / "model")
+    for file in ("state.json", "task.json", "detector.safetensors"):
+        (folder / file).unlink()
+    shutil.copyfile(WEIGHTS, tmp_path / "weights.safetensors")
+    shutil.copyfile(models / "answers.txt", tmp_path / "answers.txt")
+    shutil.copyfile(folder / "vocab.txt", tmp_path / "vocab.txt")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.4.0.0.json").write_text(json.dumps(config | {"num_classes": 77}))
+    config["model"]["regions"]["weights"] = str(tmp_path / "weights.safetensors")
+    config["recipe"]["task"]["folder"] = str(tmp_path)
+    config["recipe"]["vocabulary"] = str(tmp_path / "vocab.txt")
+    config |= {"attn_implementation": "kernels-community/none", "dtype": "none", "quantization_config": {"load": 4}}
+    config |= {"configuration_files": [str(tmp_path / "config.4.0.0.json")], "name_or_path": "someone/else"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_loading_reads_its_own_folder_and_nothing_else(models, strange, monkeypatch):
+    monkeypatch.chdir(strange.parent)  # where answers.txt is, too
+    kinds = hf.VLBertConfig, hf.VLBertModel, hf.VLBertForQuestionAnswering, transformers.AutoModel
+    for config in (
+        loaded if kind is kinds[0] else loaded.config for kind in kinds for loaded in [kind.from_pretrained(strange)]
+    ):
+        assert (config.num_classes, config._attn_implementation in (None, "sdpa")) == (36, True)
+        assert not hasattr(config, "quantization_config")
+    processor, predictor = hf.VLBertProcessor.from_pretrained(strange), Predictor(str(strange))
+    assert processor.detector_file is None
+    for ask in (lambda: processor(images=str(models / "photo.jpg"), text="red"), lambda: predictor.detector):
+        with pytest.raises(ValueError, match="it is not in the model's folder; give --detector FILE"):
+            ask()
+    photo = Predictor(str(strange), WEIGHTS).detect(models / "photo.jpg")
+    with pytest.raises(ValueError, match="task.folder is not set; give --task.folder FOLDER"):
+        Predictor(str(strange), WEIGHTS)(photo, "is a square red")
+    with pytest.raises(ValueError, match="task.folder is not set"):
+        hf.VLBertProcessor.from_pretrained(strange, detector=WEIGHTS)(images=photo, text="red", answer="no")
+    given = {"task.folder": str(strange.parent)}  # asked for explicitly
+    assert Predictor(str(strange), WEIGHTS, given)(photo, "is a square red").answer in ("yes", "no", "red")
+    (strange / "vocab.txt").unlink()
+    with pytest.raises(ValueError, match="has no vocabulary; give the one it was trained with: --vocabulary=FILE"):
+        Predictor(str(strange))
+    assert Predictor(str(strange), changes={"vocabulary": str(strange.parent / "vocab.txt")}).recipe
+
+
+def test_the_run_before_is_not_asked_for(models, strange, monkeypatch):
+    calls = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(
+            target=lambda: [calls.append(server.accept()[0].close()) for _ in range(99)], daemon=True
+        ).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "own")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        config = json.loads((strange / "config.json").read_text())
+        config["recipe"] |= {"init_from": "s3://bucket/runs/pretrain", "bert": "someone/bert"}
+        config["recipe"]["data"]["root"] = "s3://bucket"
+        config["model"]["regions"]["weights"] = None
+        (strange / "config.json").write_text(json.dumps(config))
+        for kind in (hf.VLBertProcessor, hf.VLBertConfig, hf.VLBertModel):
+            kind.from_pretrained(strange)
+        with pytest.raises(ValueError, match="give --detector FILE"):
+            Predictor(str(strange)).detect(models / "photo.jpg")
+        model_card(str(strange))
+        assert calls == []
+
+
+@pytest.fixture(scope="module")
+def damaged(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of a run, whose config.json a test replaces."""
+    folder = shutil.copytree(models / "runs/related/step-0000001", tmp_path_factory.mktemp("damaged") / "model")
+    for file in ("state.json", "optimizer.safetensors"):
+        (folder / file).unlink()
+    return folder
+
+
+def fields_of(values: dict, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of each field of nested objects."""
+    for name, value in values.items():
+        yield (*before, name)
+        yield from fields_of(value, (*before, name)) if isinstance(value, dict) else ()
+
+
+DROPPED = object()
+OTHERS = [DROPPED, None, 5, 0.5, "x", "", [], {}, True, [1], {"a": 1}]
+LOADERS = {
+    "predictor": lambda folder: Predictor(folder).detector,
+    "ranker": lambda folder: Ranker(folder).detector,
+    "processor": lambda folder: hf.VLBertProcessor.from_pretrained(folder)(images=tiny_sample(3).image, text="a"),
+    "config": hf.VLBertConfig.from_pretrained,
+    "model": hf.VLBertForPreTraining.from_pretrained,
+    "card": model_card,
+}
+
+
+@example(loader="predictor", chosen=("recipe", "name"), value=DROPPED)
+@example(loader="predictor", chosen=("recipe", "init_from"), value=5)
+@example(loader="predictor", chosen=("recipe", "task"), value=0.5)
+@example(loader="predictor", chosen=("detector", "metadata", "selection"), value="x")
+@example(loader="predictor", chosen=("detector", "metadata", "seed"), value="x")
+@example(loader="ranker", chosen=("recipe", "task", "caption_length"), value="x")
+@example(loader="processor", chosen=("recipe",), value=[])
+@example(loader="config", chosen=("id2label",), value={"a": 1})
+@given(st.sampled_from(sorted(LOADERS)), st.integers(0, 10**6), st.sampled_from(OTHERS))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_field_that_is_missing_or_of_another_type_is_named(models, damaged, loader, chosen, value):
+    config = json.loads((models / "runs/related/step-0000001/config.json").read_text())
+    if isinstance(chosen, int):
+        chosen = (paths := list(fields_of(config)))[chosen % len(paths)]
+    *parents, name = chosen
+    inner = functools.reduce(dict.__getitem__, parents, config)
+    assume(type(inner.get(name)) is not type(value))
+    inner[name] = value
+    if value is DROPPED:
+        del inner[name]
+    (damaged / "config.json").write_text(json.dumps(config))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            LOADERS[loader](str(damaged))
+    except (ValueError, OSError) as error:
+        told = str(error)
+    else:
+        return
+    assert str(damaged) in told
+    assert name in told or re.search(r"does not fit the (model|network)|is not the detector|but the network has", told)
 
 
 def test_a_new_head_starts_as_in_a_run_and_says_so(models, caplog, monkeypatch):

@@ -28,8 +28,8 @@ from vlbert.hf.cards import main, model_card, write_data_card, write_model_card
 from vlbert.train import train
 from vlbert.variants import apply
 
-HOSTILE = "<script>alert(1)</script>|x\n# mine"
-ESCAPED = r"\<script\>alert(1)\</script\>\|x # mine"
+HOSTILE = "<script>alert(1)</script>|x\n# mine\u202eeht\u2066"
+ESCAPED = r"\<script\>alert(1)\</script\>\|x # mine\\u202eeht\\u2066"
 LICENCES = {0: None, 1: HOSTILE, 2: HOSTILE} | {number: f"own {number}" for number in range(3, 7)} | {7: ""}
 STAGE = f"regions/{DETECTOR}"
 SHOWN = "CC BY 4.0 12, not recorded 2, {} 2, own 3 1, own 4 1, others 2".format(
@@ -108,6 +108,12 @@ def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
         ["converted", *["not recorded"] * 3],
     ]
     assert "/elsewhere/" not in card
+    strange = shutil.copytree(copied / "step-0000006", tmp_path / "strange")
+    (strange / "state.json").unlink()
+    config = (strange / "config.json").read_text()
+    (strange / "config.json").write_text(config.replace('"run_name": "pretrain"', r'"run_name": "a\u202eb"'))
+    assert "\n# a\\\\u202eb\n" in (card := model_card(str(strange)))
+    assert all(map(str.isprintable, card.splitlines()))
     assert "Earlier runs" not in model_card(str(root / "runs/pretrain"))
 
 
@@ -127,6 +133,7 @@ def test_a_dataset_card_has_the_numbers_of_its_manifests_without_withdrawn_image
     assert [row[4] for row in table(card, "stage", "shards")] == [SHOWN, "not recorded 13, CC BY 4.0 7"]
     assert "<script>" not in card
     assert "\n# mine" not in card
+    assert all(map(str.isprintable, card.splitlines())), "nothing reverses the text"
     assert table(card, "host") == [["example.org", "20", "100.0%"]]
     assert "Lists: captions.tsv." in card, "no path of a machine"
     mean = sum(1 + i % 3 for i in range(20)) / 20

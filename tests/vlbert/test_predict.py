@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from places import PROJECT
-from predicted import ON_FEATURES, STARTED, WEIGHTS, WORDS, demo_detector, recorded, save_model
+from predicted import ON_FEATURES, WEIGHTS, WORDS, demo_detector, recorded, save_model
 from tiny import TINY_MODEL, tiny_sample
 
 import vlbert.tasks
@@ -233,18 +233,6 @@ def test_a_weight_file_with_another_hash_is_refused_and_a_setting_that_differs_i
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rebuild_detector(recorded(demo_detector(batch=4)), WEIGHTS, "the run")
-
-
-def test_the_weight_file_is_that_of_the_run_or_of_the_run_that_it_started_from(models, tmp_path):
-    first = save_model(tmp_path, "first", PretrainingSettings(), recorded(demo_detector()), model=STARTED)
-    fine = dataclasses.replace(STARTED, regions=dataclasses.replace(STARTED.regions, weights=None))
-    for run, before in (("second", "first"), ("third", "second")):
-        before = f"{tmp_path}/runs/{before}"
-        save_model(tmp_path, run, REFCOCO, recorded(demo_detector()), model=fine, init_from=before)
-    assert Predictor(f"{tmp_path}/runs/third").detect(models / "photo.jpg").regions.detector == demo_detector().id
-    first.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="but its path is not known; give --detector FILE"):
-        Predictor(f"{tmp_path}/runs/third").detect(models / "photo.jpg")
 
 
 @pytest.mark.parametrize(

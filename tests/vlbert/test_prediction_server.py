@@ -98,7 +98,11 @@ REFUSED = [  # path, body, headers, status, what is named
     ("/regions", b"", {"Content-Length": str(IMAGES.max_bytes + 1)}, 413, "Too Large"),
     ("/regions", b"<html>", {}, 400, "not_image"),
     ("/regions", png_bomb(), {}, 400, "too_many_pixels"),
-    ("/answer", b'{"image": 3}', JSON, 422, "image"),
+    ("/answer", b'{"image": 3}', JSON, 422, "image: Input should be a valid string"),
+    ("/answer", b'{"text": NaN}', JSON, 422, "image: Field required; text: Input should be a valid string"),
+    ("/answer", b'{"text": "\\ud800"}', JSON, 422, "image: Field required"),
+    ("/answer", b"[]", JSON, 422, "the body: Input should be a valid dictionary"),
+    ("/answer", b"{" + b" " * 2**22, JSON, 413, "Too Large"),
     ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "not Unicode text"),
     ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it again"),
     ("/answer", b'{"image": "IMAGE", "text": " "}', JSON, 400, "write a text"),
@@ -114,14 +118,33 @@ def test_what_is_refused(page, path, body, headers, status, named):
     assert (reply.status_code, named in reply.text) == (status, True), reply.text
 
 
+FIELDS = ("image", "text", "captions", "choices", "answer", "mask_regions", "attention")
+VALUES = [None, 5, -1, 2**70, 1e30, float("nan"), float("inf"), "x", "\ud800", "\u202e", [], [5], ["x"], [None], {}]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_a_question_that_is_missing_or_of_another_type_is_named(page, field):
+    question = {"image": dropped(page)["image"], "text": "a [MASK]", "mask_regions": [1]}
+    for value in VALUES:
+        for asked in (question | {field: value}, {field: value}):
+            reply = page.post("/answer", content=json.dumps(asked), headers=JSON)
+            assert reply.status_code in (200, 400, 410, 422), reply.text
+            assert isinstance(detail := reply.json().get("detail", ""), str), "the page shows it"
+            if reply.status_code == 422:
+                assert re.match(rf"{field}\b|image: Field required", detail), detail
+            elif reply.status_code != 200:
+                assert re.search("region|choices|answers|captions|drop it again|text|answer", detail), detail
+
+
 def test_the_page_is_for_this_machine_alone(page, predictor, monkeypatch):
-    hostile = {"classes": ["<script>alert(1)</script>"] * 36}
+    hostile = {"classes": ["<script>alert(1)</script>\u202e"] * 36}
     monkeypatch.setattr(predictor.detector, "metadata", predictor.detector.metadata | hostile)
     for host in ("localhost:9000", "127.0.0.1", "[::1]:8000"):  # through a tunnel the port is another one
         reply = page.get("/", headers={"Host": host})
         assert reply.status_code == 200
     assert not re.search(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:|//)""", reply.text), "it loads nothing else"
     assert "<script>alert(1)" not in reply.text
+    assert "\u202e" not in reply.text + str(dropped(page)["regions"])
     assert reply.headers["X-Frame-Options"] == "DENY"
     own = {"Origin": "http://localhost:9000", "Host": "localhost:9000", "Sec-Fetch-Site": "same-origin"}
     assert page.post("/regions", content=PHOTO, headers=own).status_code == 200

@@ -1,5 +1,6 @@
 """Render the page of an evaluation: its metrics next to the paper's, and images of the worst and best answers."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from detectors.drawing import BOX_COLOURS, GREEN, RED, data_uri, draw_boxes
+from storage.safe_json import printable
 from storage.sample import Sample
 from vlbert.evaluation.results import SplitPredictions, warnings
 
@@ -29,10 +31,11 @@ def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> byte
 
 
 def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
-    """Render a template that extends page.html.j2. Values are escaped, and a missing value is an error."""
+    """Render a template that extends page.html.j2. Values are escaped, made printable, and must not be missing."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,
+        finalize=lambda value: re.sub(r"\S+", lambda word: printable(word[0]), value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -50,7 +50,7 @@ def model_card(path: str) -> str:
     store, run = open_store(root, write=False) if root else None, name.rpartition("/")[0]
     recipe = recipe_of(checkpoint) if settings_named(task) is not None and "recipe" in config else None
     start = (recipe.init_from or recipe.bert) if recipe else None
-    datasets, kind = state.get("data") or [], task.removesuffix("Settings")
+    datasets, kind = state.get("data") or [], printable(task.removesuffix("Settings"))
     title = recipe.run if recipe else PurePosixPath(checkpoint.uri).name
     facts = {
         "title": title,
@@ -70,7 +70,7 @@ def model_card(path: str) -> str:
         "detector": _describe_detector(config.get("detector") or {}),
     }
     tags = ["vision-language", "vl-bert", *([kind.lower()] if kind else [])]
-    data = ModelCardData(model_name=title, library_name="vlbert", license="unknown", tags=tags)
+    data = ModelCardData(model_name=printable(title), library_name="vlbert", license="unknown", tags=tags)
     return _render_card(ModelCard, data, "model_card.md.j2", facts)
 
 
@@ -115,7 +115,7 @@ def data_card(store: ObjectStore, dataset: str) -> str:
     catalog = Catalog(store, dataset)
     stages = [stage_facts(catalog, stage) for _, stage in sorted(Inventory(store, dataset).manifests)]
     facts = {"dataset": dataset, "samples": max(stage["ok"] for stage in stages), "stages": stages}
-    data = DatasetCardData(pretty_name=dataset, license="unknown", tags=["image-text", "webdataset"])
+    data = DatasetCardData(pretty_name=printable(dataset), license="unknown", tags=["image-text", "webdataset"])
     return _render_card(DatasetCard, data, "data_card.md.j2", facts)
 
 
@@ -188,9 +188,9 @@ def _render_card(kind: type[RepoCard], data: CardData, template: str, facts: Map
 
 
 def _escape(facts: Any) -> Any:
-    """Escape Markdown and HTML in all strings of nested dicts and lists, and put each string on one line."""
+    """Escape Markdown, HTML and invisible characters in all strings of nested dicts and lists, each on one line."""
     if isinstance(facts, str):
-        return re.sub(r"[|\\`*\[\]<>]", r"\\\g<0>", " ".join(facts.split()))
+        return re.sub(r"[|\\`*\[\]<>]", r"\\\g<0>", printable(" ".join(facts.split())))
     if isinstance(facts, Mapping):
         return {_escape(name): _escape(value) for name, value in facts.items()}
     return [_escape(value) for value in facts] if isinstance(facts, list | tuple) else facts

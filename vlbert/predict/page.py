@@ -140,7 +140,7 @@ def page_app(predictor: Predictor) -> FastAPI:
         assert row is not None  # it has a text or masked regions
         return {
             "question": "" if ranking else row["question"],
-            "answer": text if ranking else row["answer"],
+            "answer": printable(text if ranking else row["answer"]),
             "lines": ranking or (lines[1:] if row["question"] else lines),
             "boxes": [_describe_box(box["box"], box["region"], box["name"]) for box in row["boxes"]],
             "attention": figure and _data_uri("image/png", figure),
@@ -203,7 +203,13 @@ def _describe_box(box: Sequence[float], number: int, name: str) -> dict[str, Any
     """Return a region's number, name, box (x1 y1 x2 y2 in pixels of the image) and CSS colours for the page."""
     colour = colour_of(number)
     sides = [round(float(side), 2) for side in box]
-    return {"number": number, "name": name, "box": sides, "colour": f"rgb{colour}", "ink": f"rgb{ink_on(colour)}"}
+    return {
+        "number": number,
+        "name": printable(name),
+        "box": sides,
+        "colour": f"rgb{colour}",
+        "ink": f"rgb{ink_on(colour)}",
+    }
 
 
 def _data_uri(kind: str, data: bytes) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from detectors.drawing import colour_of, draw_boxes
+from storage.safe_json import printable
 from storage.sample import Sample
 from vlbert.data.batch import Batch
 from vlbert.model.vlbert import Encoded
@@ -47,7 +48,7 @@ class Prediction:
     def lines(self) -> list[tuple[str, float | None]]:
         """Return the lines to print, such as the question and the answers, each with its probability or None."""
         if self.row is None:
-            return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
+            return [(printable(f"{len(self.names)} regions: {', '.join(self.names)}"), None)]
         row = self.row
         lines = [(row["question"], None)] if row["question"] else []
         lines += [] if row["ground_truth"] is None else [(f"ground truth: {row['ground_truth']}", None)]
@@ -63,7 +64,7 @@ class Prediction:
                 (f"masked region {region['region']}, which the detector classifies as {region['detected_name']}:", None)
             )
             lines += [(guess["answer"], guess["probability"]) for guess in region["guesses"]]
-        return lines
+        return [(printable(text), probability) for text, probability in lines]  # a stranger's words may be among them
 
     def draw(self) -> Image.Image:
         """Draw the image with the answer's boxes. If there is no answer, all regions are drawn."""
