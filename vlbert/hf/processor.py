@@ -74,8 +74,7 @@ class VLBertProcessor(ProcessorMixin):
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """The detector whose regions the model was trained on. Raises ValueError if its weights are not found."""
-        source, regions = self.config.name_or_path or "the model", self.config.model_config.regions
-        return load_detector(self.config.to_dict(), regions, source, self.detector_file)
+        return load_detector(self.config.to_dict(), self.config.name_or_path or "the model", self.detector_file)
 
     def __call__(  # noqa: PLR0913  the inputs of all tasks
         self,

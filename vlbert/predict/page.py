@@ -10,23 +10,20 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel
-from starlette.datastructures import Headers
+from pydantic import BaseModel, ValidationError
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from detectors.drawing import colour_of, ink_on
-from storage.safe_json import printable
+from storage.safe_json import parse_json, printable
 from storage.sample import Sample
 from vlbert.data.image_file import IMAGES
 from vlbert.evaluation.results_page import render
@@ -78,17 +75,35 @@ def page_app(predictor: Predictor) -> FastAPI:
     """Return the web app that serves the page, finds the regions of uploaded images, and answers questions."""
     samples: dict[str, Sample] = {}
     lock = threading.Lock()  # model, samples and matplotlib are used by one thread at a time
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # FastAPI's own pages load files from other sites
-    app.add_middleware(_limit_bodies)
+    handlers: dict[Any, Any] = dict.fromkeys((ValueError, OSError, ClientDisconnect), _describe_error)
+    # FastAPI's own pages load files from other sites.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=IMAGES.max_bytes)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)
     app.middleware("http")(_guard)
-    for kind in (ValueError, OSError, ClientDisconnect):
-        app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": printable(error)}, 400))
+    free, changed = _MAX_BODIES, asyncio.Condition()
 
-    @app.exception_handler(RequestValidationError)
-    def name_fields(_: Request, invalid: RequestValidationError) -> Response:
-        wrong = [f"{'.'.join(map(str, error['loc'][1:])) or 'the body'}: {error['msg']}" for error in invalid.errors()]
-        return JSONResponse({"detail": "; ".join(wrong)}, 422)  # without the values, which may not fit into JSON
+    async def read_body(request: Request) -> AsyncIterator[bytes]:
+        """Read a request's body as soon as there is room for it beside all bodies in memory."""
+        nonlocal free
+        announced = (
+            IMAGES.max_bytes if "transfer-encoding" in request.headers else request.headers.get("content-length")
+        )
+        size = min(int(announced or 0), IMAGES.max_bytes)
+        async with changed:  # room for the whole body, so that no two half-read ones wait for each other
+            await changed.wait_for(lambda: free >= size)
+            free -= size
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                body = await request.body()
+            yield body
+        except TimeoutError as error:
+            slow = f"the upload took more than {_BODY_SECONDS:g} seconds"
+            raise HTTPException(408, slow, {"Connection": "close"}) from error
+        finally:
+            async with changed:
+                free += size
+                changed.notify_all()
 
     @app.get("/", response_class=HTMLResponse)
     def html() -> str:
@@ -106,7 +121,7 @@ def page_app(predictor: Predictor) -> FastAPI:
         return render(Path(__file__).parent / "prediction.html.j2", values)
 
     @app.post("/regions")
-    def regions(data: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
+    def regions(data: Annotated[bytes, Depends(read_body)]) -> dict[str, Any]:
         """Find the regions of an uploaded image. Returns the image's id, its stored JPEG and its regions."""
         with lock:
             sample = predictor.detect(data)
@@ -119,8 +134,11 @@ def page_app(predictor: Predictor) -> FastAPI:
         return {"image": key, "src": _data_uri("image/jpeg", sample.image), "regions": boxes}
 
     @app.post("/answer")
-    def answer(question: Question) -> dict[str, Any]:
+    def answer(data: Annotated[bytes, Depends(read_body)]) -> dict[str, Any]:
         """Answer a question about an image. If there are captions, rank them and return the best one as the answer."""
+        if len(data) > _MAX_QUESTION:  # its objects in memory are much larger
+            raise HTTPException(413, f"the question has {len(data)} bytes; {_MAX_QUESTION} are allowed")
+        question = Question.model_validate(parse_json(data, "the question"))
         with lock:
             sample = samples.get(question.image)
             if sample is None:
@@ -149,42 +167,11 @@ def page_app(predictor: Predictor) -> FastAPI:
     return app
 
 
-def _limit_bodies(app: ASGIApp) -> ASGIApp:
-    """Return `app` behind limits of each body's bytes and seconds, and of the bytes of all bodies in memory."""
-    free, changed = _MAX_BODIES, asyncio.Condition()
-
-    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal free
-        headers, limit = Headers(scope=scope), IMAGES.max_bytes if scope["path"] == "/regions" else _MAX_QUESTION
-        size = min(limit, limit if "transfer-encoding" in headers else int(headers.get("content-length", 0)))
-        async with changed:  # wait for room for the whole body, so that no two half-read ones wait for each other
-            await changed.wait_for(lambda: free >= size)
-            free -= size
-        due = asyncio.get_running_loop().time() + _BODY_SECONDS if size else None  # None: the body is complete
-
-        async def receive_in_time() -> Message:
-            nonlocal due
-            try:
-                async with asyncio.timeout_at(due):
-                    message = await receive()
-            except TimeoutError:
-                close = {"Connection": "close"}
-                raise HTTPException(408, f"the upload took more than {_BODY_SECONDS:g} seconds", close) from None
-            due = due if message.get("more_body") else None
-            return message
-
-        try:
-            await RequestBodyLimitMiddleware(app, limit)(scope, receive_in_time, send)
-        finally:
-            async with changed:
-                free += size
-                changed.notify_all()
-
-    return limited
-
-
-async def _body(request: Request) -> bytes:
-    return await request.body()
+def _describe_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, ValidationError):
+        return JSONResponse({"detail": printable(error)}, 400)
+    wrong = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
+    return JSONResponse({"detail": "; ".join(wrong)}, 422)
 
 
 async def _guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -202,14 +189,8 @@ async def _guard(request: Request, answer: Callable[[Request], Awaitable[Respons
 def _describe_box(box: Sequence[float], number: int, name: str) -> dict[str, Any]:
     """Return a region's number, name, box (x1 y1 x2 y2 in pixels of the image) and CSS colours for the page."""
     colour = colour_of(number)
-    sides = [round(float(side), 2) for side in box]
-    return {
-        "number": number,
-        "name": printable(name),
-        "box": sides,
-        "colour": f"rgb{colour}",
-        "ink": f"rgb{ink_on(colour)}",
-    }
+    sides, name = [round(float(side), 2) for side in box], printable(name)
+    return {"number": number, "name": name, "box": sides, "colour": f"rgb{colour}", "ink": f"rgb{ink_on(colour)}"}
 
 
 def _data_uri(kind: str, data: bytes) -> str:

@@ -17,7 +17,7 @@ from detectors.rebuild import detector_of_file, rebuild_detector
 from storage.safe_json import printable
 from storage.sample import Regions, Sample, check_sample
 from vlbert.checkpoint import DETECTOR, open_checkpoint
-from vlbert.config import Recipe, RegionConfig
+from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
 from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
@@ -60,7 +60,7 @@ class Predictor:
         """The detector whose regions the model was trained on, rebuilt from its description in the checkpoint."""
         saved = Path(self.checkpoint.folder.uri_of(DETECTOR))
         file = self._detector_file or (saved if saved.is_file() else None)
-        return load_detector(self.checkpoint.config, self.recipe.model.regions, self.checkpoint.uri, file)
+        return load_detector(self.checkpoint.config, self.checkpoint.uri, file)
 
     def detect(self, image: str | Path | bytes | Image.Image) -> Sample:
         """Find the regions of an image. Returns a sample with the image as datasets store it, and its regions."""
@@ -113,12 +113,11 @@ class Predictor:
 # --- the detector -----------------------------------------------------------------------------------------------------
 
 
-def load_detector(config: dict, regions: RegionConfig, source: str, file: str | Path | None) -> FasterRCNNDetector:
+def load_detector(config: dict, source: str, file: str | Path | None) -> FasterRCNNDetector:
     """Load the detector whose regions a model was trained on. If config.json does not describe it, load `file`.
 
     Args:
         config: The model's config.json.
-        regions: The model's settings of regions.
         source: The model's name in error messages.
         file: The detector's weight file; None for a detector with random weights.
     """
@@ -126,12 +125,12 @@ def load_detector(config: dict, regions: RegionConfig, source: str, file: str | 
     metadata = recorded.get("metadata") or {}
     if "network" in metadata:
         return rebuild_detector(recorded, file, source)
-    backend = printable(metadata.get("backend"))
-    reason = f"its regions came from {backend} boxes" if metadata else "it has no description of a detector"
+    kind = printable(metadata.get("backend"))
+    reason = f"its regions came from {kind} boxes" if metadata else "it has no description of a detector"
     if file is None:
         raise ValueError(f"{source} cannot find regions: {reason}; name a detector: --detector FILE")
     warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=2)
-    return detector_of_file(file, keep_features=regions.features == "precomputed")
+    return detector_of_file(file, keep_features=config["model"].get("regions", {}).get("features") == "precomputed")
 
 
 def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
