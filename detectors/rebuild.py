@@ -11,7 +11,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
 from detectors.weights.files import config_from_json, load_weights, read_config
 from storage.digests import sha256_of
-from storage.safe_json import printable, short_repr
+from storage.safe_json import printable
 from storage.settings import from_json
 
 
@@ -30,9 +30,8 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
     names = {"selection", "boxes", "keep_features"} & metadata.keys()
     settings = from_json(DetectorSettings, {name: metadata[name] for name in names}, f"{source}: its detector")
     config = config_from_json(metadata["network"], source)
-    backend, seed = str(metadata.get("backend")), metadata.get("seed", 0)
-    if type(seed) is not int:
-        raise ValueError(f"{source}: the seed of its detector is {short_repr(seed)}; copy it again")
+    backend = str(metadata.get("backend"))
+    seed = metadata["seed"] if isinstance(metadata.get("seed"), int) else 0  # a damaged one is named below
     network = network_class(backend).random_init(config, seed)
     weights = load_weights(network, weights_file) if weights_file else {"random_init": True, "seed": seed}
     detector = FasterRCNNDetector(network, weights, settings, backend=backend)

@@ -196,8 +196,7 @@ def to_json(config: Any) -> dict:
 def from_json(kind: type[Any], values: dict, location: str) -> Any:
     """Create a dataclass of type `kind` from the output of `to_json`. Missing fields get their defaults.
 
-    Raises ValueError, naming `location` and the field, if a field is unknown, is missing without a default, or has a
-    value of the wrong type.
+    Raises ValueError, naming `location` and the field, if a field is unknown, missing or invalid.
     """
     types = _types_of(kind)
     unknown = sorted(values.keys() - types.keys())
@@ -206,15 +205,14 @@ def from_json(kind: type[Any], values: dict, location: str) -> Any:
         raise ValueError(f"{location}: {kind.__name__} has no field {names}; another version of this code wrote it")
     no_default = [one.name for one in dataclasses.fields(kind) if one.default is one.default_factory]
     if missing := [name for name in no_default if name not in values]:
-        raise ValueError(f"{location}: {kind.__name__}.{missing[0]} is missing; the file is damaged")
+        raise ValueError(f"{location}: {kind.__name__}.{missing[0]} is missing; add it")
 
     def value(name: str) -> Any:
         item, expected = values[name], types[name]
         if dataclasses.is_dataclass(expected) and isinstance(item, dict):
             return from_json(expected, item, location)
         if dataclasses.is_dataclass(expected) or not _fits(item, expected):
-            found = f"{kind.__name__}.{name} is {short_repr(item)}"
-            raise ValueError(f"{location}: {found}, not {expected}; the file is damaged")
+            raise ValueError(f"{location}: {kind.__name__}.{name} is {short_repr(item)}, not {expected}; correct it")
         return tuple(item) if isinstance(item, list) else item
 
     fields = {name: value(name) for name in values}

@@ -43,9 +43,8 @@ DETECTOR = "detector.safetensors"  # weights of the region detector; vlbert.hf s
 MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.json of vlbert.hf
 # The fields of a config.json that are read, and their types. transformers has others, which choose code or files.
 _FIELDS: dict[str, type] = {"version": int, "model": dict, "vocab_size": int, "num_classes": int, "task": str}
-_FIELDS |= {"settings": dict, "recipe": dict, "detector": dict, "files": dict, "architectures": list}
-_FIELDS |= {"id2label": dict, "label2id": dict, "output_attentions": bool, "output_hidden_states": bool}
-_FIELDS |= {"return_dict": bool}
+_FIELDS |= {"settings": dict, "recipe": dict, "detector": dict, "files": dict, "id2label": dict, "label2id": dict}
+_FIELDS |= {"architectures": list, "output_attentions": bool, "output_hidden_states": bool, "return_dict": bool}
 
 
 def check_config(config: Mapping[str, Any], location: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("config.json", lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1), "incomplete"),
+        ("config.json", lambda data: data.replace(b"{\n", b'{"files": 3,', 1), "damaged: files is 3"),
         ("model.safetensors", lambda data: data[:-1], "truncated"),
         ("model.safetensors", lambda data: b"", "truncated"),
         ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "truncated"),

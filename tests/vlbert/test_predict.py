@@ -272,6 +272,7 @@ def test_the_code_of_the_documents_runs(models, tmp_path, monkeypatch, capsys):
     (tmp_path / "photo.jpg").write_bytes((models / "photo.jpg").read_bytes())
     monkeypatch.chdir(tmp_path)
     for (block,) in blocks:
-        exec(textwrap.dedent(block).replace("demo-root/runs/pretrain", str(models / "runs/pretraining")), {})
+        code = textwrap.dedent(block).replace("demo-root/runs/pretrain", str(models / "runs/pretraining"))
+        exec(code.replace("demo/detector.safetensors", str(WEIGHTS)), {})
         assert re.search(r"^a (red )?\S+", capsys.readouterr().out)
     assert (tmp_path / "answer.png").is_file()

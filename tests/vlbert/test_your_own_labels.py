@@ -63,7 +63,7 @@ def test_the_commands_of_the_page_train_a_classifier_of_image_and_text(own_modul
         "detector.safetensors\n": "detector.safetensors --selection.minimum 2 --selection.maximum 4\n",
         "--init_from demo-root/runs/pretrain": overrides,
         "finetune_labels val": f"finetune_labels val {overrides}",
-        '"look what I made"': f'"look what I made" {overrides} --detector demo/detector.safetensors',
+        '"look what I made"': f'"look what I made" {overrides}',
     }
     ran = run_commands(PAGE, tmp_path, monkeypatch, replaced)
     assert ran[-1] == "vlbert.predict.command"

@@ -121,10 +121,7 @@ class VLBertConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from the content of a config.json. Of fields that strangers wrote, only known ones are used.
-
-        `kwargs` are the caller's own, as in transformers. Raises ValueError if a field is missing or of another type.
-        """
+        """Make a config from the content of a config.json, without the fields that this package does not write."""
         location = os.path.join(kwargs.get("name_or_path", ""), CONFIG)
         known = check_config(config_dict, location)
         if kind := settings_named(known.get("task", "")):

@@ -11,13 +11,13 @@ import secrets
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel, ValidationError
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from detectors.drawing import colour_of, ink_on
 from storage.safe_json import parse_json, printable
 from storage.sample import Sample
+from storage.settings import from_json
 from vlbert.data.image_file import IMAGES
 from vlbert.evaluation.results_page import render
 from vlbert.predict.attention import draw_attention
@@ -59,7 +60,8 @@ _HEADERS = {
 }
 
 
-class Question(BaseModel):
+@dataclass(frozen=True)
+class Question:
     """A question from the page: the id of an image, and the fields of the form. `captions` are texts to rank."""
 
     image: str
@@ -75,21 +77,18 @@ def page_app(predictor: Predictor) -> FastAPI:
     """Return the web app that serves the page, finds the regions of uploaded images, and answers questions."""
     samples: dict[str, Sample] = {}
     lock = threading.Lock()  # model, samples and matplotlib are used by one thread at a time
-    handlers: dict[Any, Any] = dict.fromkeys((ValueError, OSError, ClientDisconnect), _describe_error)
-    # FastAPI's own pages load files from other sites.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # FastAPI's own pages load files from other sites
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=IMAGES.max_bytes)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)
     app.middleware("http")(_guard)
+    for kind in (ValueError, OSError, ClientDisconnect):
+        app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": printable(error)}, 400))
     free, changed = _MAX_BODIES, asyncio.Condition()
 
     async def read_body(request: Request) -> AsyncIterator[bytes]:
         """Read a request's body as soon as there is room for it beside all bodies in memory."""
         nonlocal free
-        announced = (
-            IMAGES.max_bytes if "transfer-encoding" in request.headers else request.headers.get("content-length")
-        )
-        size = min(int(announced or 0), IMAGES.max_bytes)
+        size = min(int(request.headers.get("content-length", IMAGES.max_bytes)), IMAGES.max_bytes)
         async with changed:  # room for the whole body, so that no two half-read ones wait for each other
             await changed.wait_for(lambda: free >= size)
             free -= size
@@ -98,8 +97,7 @@ def page_app(predictor: Predictor) -> FastAPI:
                 body = await request.body()
             yield body
         except TimeoutError as error:
-            slow = f"the upload took more than {_BODY_SECONDS:g} seconds"
-            raise HTTPException(408, slow, {"Connection": "close"}) from error
+            raise HTTPException(408, f"the upload took over {_BODY_SECONDS:g} s", {"Connection": "close"}) from error
         finally:
             async with changed:
                 free += size
@@ -136,9 +134,8 @@ def page_app(predictor: Predictor) -> FastAPI:
     @app.post("/answer")
     def answer(data: Annotated[bytes, Depends(read_body)]) -> dict[str, Any]:
         """Answer a question about an image. If there are captions, rank them and return the best one as the answer."""
-        if len(data) > _MAX_QUESTION:  # its objects in memory are much larger
-            raise HTTPException(413, f"the question has {len(data)} bytes; {_MAX_QUESTION} are allowed")
-        question = Question.model_validate(parse_json(data, "the question"))
+        location = f"the question (at most {_MAX_QUESTION} bytes)"  # its objects in memory are much larger
+        question = from_json(Question, parse_json(data[:_MAX_QUESTION], location), location)
         with lock:
             sample = samples.get(question.image)
             if sample is None:
@@ -165,13 +162,6 @@ def page_app(predictor: Predictor) -> FastAPI:
         }
 
     return app
-
-
-def _describe_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, ValidationError):
-        return JSONResponse({"detail": printable(error)}, 400)
-    wrong = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
-    return JSONResponse({"detail": "; ".join(wrong)}, 422)
 
 
 async def _guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:

@@ -32,8 +32,7 @@ class Predictor:
         predictor = Predictor("demo-root/runs/pretrain")
         print(predictor("photo.jpg", "a red [MASK]").answer)
 
-    Only files in the checkpoint's folder are read. Paths that its config.json names are ignored. Raises ValueError if
-    the checkpoint cannot be loaded.
+    Reads the checkpoint's folder and nothing else. Raises ValueError if the checkpoint cannot be loaded.
 
     Args:
         detector: The detector's weight file, if it is not in the checkpoint's folder as detector.safetensors.

@@ -219,7 +219,6 @@ class Task(ABC):
 
     @property
     def folder(self) -> Path:
-        """The folder of the task's files. Raises ValueError if the settings do not name one."""
         if not self.settings.folder:
             raise ValueError("task.folder is not set; give --task.folder FOLDER, the folder of the task's files")
         return Path(self.settings.folder)
