@@ -30,9 +30,8 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
     names = {"selection", "boxes", "keep_features"} & metadata.keys()
     settings = from_json(DetectorSettings, {name: metadata[name] for name in names}, f"{source}: its detector")
     config = config_from_json(metadata["network"], source)
-    backend = str(metadata.get("backend"))
-    seed = metadata["seed"] if isinstance(metadata.get("seed"), int) else 0  # a damaged one is named below
-    network = network_class(backend).random_init(config, seed)
+    backend, seed = str(metadata.get("backend")), metadata.get("seed", 0)  # if damaged, they are named below
+    network = network_class(backend).random_init(config, seed if isinstance(seed, int) else 0)
     weights = load_weights(network, weights_file) if weights_file else {"random_init": True, "seed": seed}
     detector = FasterRCNNDetector(network, weights, settings, backend=backend)
     detector.threads = torch.get_num_threads()  # changes only the last bits

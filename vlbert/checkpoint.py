@@ -52,11 +52,13 @@ def check_config(config: Mapping[str, Any], location: str) -> dict[str, Any]:
 
     Raises ValueError, naming `location` and the field, if one is missing or has another type, or for another version.
     """
+    if type(config.get("version")) is not int:
+        raise ValueError(f"{location} is not the configuration of a model of this project: it has no version")
+    check_version(config["version"], CHECKPOINT_VERSION, location)
     known = {name: config[name] for name in _FIELDS if config.get(name) is not None}
-    needed = {"version", "model", "vocab_size"} | ({"num_classes"} if "task" in known else set())
+    needed = {"model", "vocab_size"} | ({"num_classes"} if "task" in known else set())
     wrong = {name: config.get(name) for name in needed | known.keys() if type(known.get(name)) is not _FIELDS[name]}
     if not wrong:
-        check_version(known["version"], CHECKPOINT_VERSION, location)
         from_json(ModelConfig, known["model"], location)
         metadata, settings = known.get("detector", {}).get("metadata"), settings_of(known)
         wrong |= {} if isinstance(metadata or {}, dict) else {"detector.metadata": metadata}

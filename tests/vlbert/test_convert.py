@@ -351,7 +351,7 @@ def test_what_does_not_fit_or_is_there_already_is_refused(converted, tmp_path):
 
 
 PAIRS = PretrainingSettings(relationship=True, region_head="transform_norm")
-LINEAR = VQASettings(reads="pair", classifier="linear", answers_from_words=False, question_length=20, answers=2)
+LINEAR = VQASettings(".", reads="pair", classifier="linear", answers_from_words=False, question_length=20, answers=2)
 NO_POOLER = VCRSettings(pooled=False, instance_masks=False, max_tokens=20, region_loss="none")
 
 

@@ -36,7 +36,7 @@ def test_importing_vlbert_takes_no_torch_and_its_names_do():
         ("config.json", None, "holds no model: it has no config.json"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
         ("config.json", b'{"version": 9}', "config.json has version 9, but this code reads 8: use the code that"),
-        ("config.json", b'{"version": 8}', "config.json is incomplete: model, vocab_size or files"),
+        ("config.json", b'{"version": 8}', "config.json is damaged: model is None"),
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a model"),
         ("config.json", {"memory": 3}, "config.json: ModelConfig has no field memory; .*another version"),
         ("config.json", {"hidden_size": "32"}, "config.json: ModelConfig.hidden_size is "),

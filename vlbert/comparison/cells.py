@@ -197,8 +197,7 @@ def _train_and_evaluate(cell: Cell, root: str) -> None:
     """Train and evaluate a cell. Raises ValueError if its `steps` or initial weights changed after its run began."""
     world, store = distributed.start(), open_store(root)
     saved, uri = checkpoints(store, cell.run), store.uri(f"runs/{cell.run}")
-    last = read_checkpoint(store, saved[-1], tensors=False) if saved else None
-    if last and (steps := last.config["recipe"]["steps"]) != cell.recipe.steps:
+    if saved and (steps := read_checkpoint(store, saved[-1], False).config["recipe"]["steps"]) != cell.recipe.steps:
         raise ValueError(
             f"{uri} was trained with steps={steps}, but the recipe has {cell.recipe.steps}, and so another learning "
             "rate schedule. Restore the steps, or delete this folder and those of all runs to compare it with"
