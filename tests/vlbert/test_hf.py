@@ -362,7 +362,7 @@ def test_what_a_model_cannot_be_loaded_as_is_refused(models, kind, given: dict, 
 
 @pytest.fixture
 def strange(models: Path, tmp_path: Path) -> Path:
-    """A model folder whose config.json names files beside it: weights, answers, a vocabulary and another config."""
+    """A model folder whose config.json names files beside it (weights, answers, a vocabulary) and a kernel."""
     folder = shutil.copytree(models / "runs/vqa-pixels/step-0000001", tmp_path / "model")
     for file in ("state.json", "task.json", "detector.safetensors"):
         (folder / file).unlink()
@@ -370,12 +370,11 @@ def strange(models: Path, tmp_path: Path) -> Path:
     shutil.copyfile(models / "answers.txt", tmp_path / "answers.txt")
     shutil.copyfile(folder / "vocab.txt", tmp_path / "vocab.txt")
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.4.0.0.json").write_text(json.dumps(config | {"num_classes": 77}))
     config["model"]["regions"]["weights"] = str(tmp_path / "weights.safetensors")
     config["recipe"]["task"]["folder"] = str(tmp_path)
     config["recipe"]["vocabulary"] = str(tmp_path / "vocab.txt")
     config |= {"attn_implementation": "kernels-community/none", "dtype": "none", "quantization_config": {"load": 4}}
-    config |= {"configuration_files": [str(tmp_path / "config.4.0.0.json")], "name_or_path": "someone/else"}
+    config["name_or_path"] = "someone/else"
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -464,6 +463,7 @@ LOADERS = {
 @example(loader="ranker", chosen=("recipe", "task", "caption_length"), value="x")
 @example(loader="processor", chosen=("recipe",), value=[])
 @example(loader="config", chosen=("id2label",), value={"a": 1})
+@example(loader="config", chosen=("model", "dropout"), value=5)
 @given(st.sampled_from(sorted(LOADERS)), st.integers(0, 10**6), st.sampled_from(OTHERS))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_field_that_is_missing_or_of_another_type_is_named(models, damaged, loader, chosen, value):
@@ -487,6 +487,16 @@ def test_a_field_that_is_missing_or_of_another_type_is_named(models, damaged, lo
         return
     assert str(damaged) in told
     assert name in told or re.search(r"does not fit the (model|network)|is not the detector|but the network has", told)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff", b'{"model":' + b"[" * 100_000], ids=["empty", "list", "bytes", "deep"]
+)
+def test_a_config_that_is_no_json_object_is_named(damaged, content):
+    (damaged / "config.json").write_bytes(content)
+    for load in LOADERS.values():
+        with pytest.raises((ValueError, OSError), match=f"{damaged}/config.json"):
+            load(str(damaged))
 
 
 def test_a_new_head_starts_as_in_a_run_and_says_so(models, caplog, monkeypatch):
