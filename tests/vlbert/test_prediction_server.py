@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,7 +103,7 @@ REFUSED = [  # path, body, headers, status, what is named
     ("/answer", b'{"text": NaN}', JSON, 400, "Question.image is missing"),
     ("/answer", b'{"text": 3}', JSON, 400, "Question.image is missing"),
     ("/answer", b"[]", JSON, 400, "holds a list, not an object"),
-    ("/answer", b"{" + b" " * 2**22, JSON, 400, "(at most 4194304 bytes) is truncated"),
+    ("/answer", b" " * 2**22 + b"{}", JSON, 400, "(at most 4194304 bytes) is truncated"),
     ("/answer", b'{"image": "IMAGE", "text": "a [MASK] \\ud800"}', JSON, 400, "not Unicode text"),
     ("/answer", b'{"image": "x", "text": "a [MASK]"}', JSON, 410, "drop it again"),
     ("/answer", b'{"image": "IMAGE", "text": " "}', JSON, 400, "write a text"),
@@ -150,6 +151,16 @@ def test_the_page_is_for_this_machine_alone(page, predictor, monkeypatch):
     assert page.post("/regions", content=PHOTO, headers=own).status_code == 200
 
 
+def test_words_of_a_strangers_model_are_printable(models, tmp_path):
+    folder = shutil.copytree(models / "runs/vqa-pixels/step-0000001", tmp_path / "model")
+    (folder / "state.json").unlink()
+    (folder / "task.json").write_text(json.dumps({"answers": ["y\u202e", "n\x1b[2J", "r\u2066"]}))
+    page = TestClient(page_app(Predictor(str(folder))), base_url="http://127.0.0.1:8000")
+    found = ask(page, image=dropped(page)["image"], text="is a square red")
+    words = [found["answer"], *(text for text, _ in found["lines"])]
+    assert (len(words), all(map(str.isprintable, words))) == (4, True)
+
+
 # --- many clients -----------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +175,7 @@ def served(predictor: Predictor) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True  # also with requests that wait
         thread.join()
 
 
