@@ -1,6 +1,6 @@
 """Rules that web servers set for crawlers: X-Robots-Tag headers, and robots.txt (RFC 9309).
 
-Both are untrusted. Parts of a robots.txt that could be costly to parse are removed before protego parses it.
+Both are untrusted. A robots.txt is shortened before protego parses it, in a thread, so that the event loop goes on.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-p
 # A robots.txt is cut off at these limits: bytes (RFC 9309, 2.5), lines without comments, and `*` and `$` in them.
 MAX_BYTES, MAX_LINES, MAX_WILDCARDS = 500 * 1024, 10_000, 10_000
 _LINE_COST, _TEXT_COST = 700, 10  # bytes of memory that protego needs per line, and per character
+_COSTLY = 100  # wildcards for which a URL is compared with the rules in a thread
 KEPT_BYTES = 64 * 2**20  # memory for the rules of all origins: about 7,000 origins with ten rules each
 _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORECASE)
 
@@ -57,16 +58,17 @@ class Rules:
     def __init__(self, data: bytes):
         from protego import Protego
 
-        lines = _limit_lines(data)
+        lines, wildcards = _limit_lines(data)
         self._rules = Protego.parse("\n".join(lines)) if lines else None
         self.bytes = sum(_LINE_COST + _TEXT_COST * len(line) for line in lines)
+        self.is_costly = wildcards > _COSTLY  # `allow` may take over 10 ms
 
     def allow(self, url: str) -> bool:
         return self._rules is None or self._rules.can_fetch(url, AGENT)
 
 
-def _limit_lines(data: bytes) -> list[str]:
-    """Return the lines of a robots.txt without comments, up to MAX_BYTES, MAX_LINES and MAX_WILDCARDS.
+def _limit_lines(data: bytes) -> tuple[list[str], int]:
+    """Return the lines of a robots.txt without comments, and the number of their wildcards, up to the limits above.
 
     All agents except ours and `*` are given the same name, because protego's cost grows with the number of agents
     times the number of rules.
@@ -86,7 +88,7 @@ def _limit_lines(data: bytes) -> list[str]:
         if len(lines) == MAX_LINES or wildcards > MAX_WILDCARDS:
             break
         lines.append(line)
-    return lines
+    return lines, wildcards
 
 
 class RobotsTxt:
@@ -118,5 +120,6 @@ class RobotsTxt:
                 self._kept[origin] = rules, asyncio.get_running_loop().time()
         if isinstance(rules, Refused):
             raise Refused(rules.status, f"robots.txt: {rules.detail}", rules.retry_after)
-        if not rules.allow(str(url)):
+        is_allowed = await asyncio.to_thread(rules.allow, str(url)) if rules.is_costly else rules.allow(str(url))
+        if not is_allowed:
             raise Refused(Status.ROBOTS_TXT, f"the robots.txt of {url.host} forbids {url.raw_path[:200]}")
