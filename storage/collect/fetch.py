@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import io
 import itertools
 import random
 import socket
@@ -38,7 +39,8 @@ _RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further o
 # A longer pause would keep a slot from other URLs. Such a URL is requested again when the others are done, unless the
 # server asks to wait longer than _MAX_WAIT. Both are in seconds.
 _MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
-_PIECE = 2**20  # bytes that are decompressed at a time
+# Limits that keep the event loop free: bytes that are read and decompressed at a time, and characters of an error.
+_CHUNK, _PIECE, _MAX_ERROR = 2**12, 2**20, 10_000
 _Answer = TypeVar("_Answer")
 
 
@@ -253,7 +255,7 @@ class Fetcher:
             if hint:
                 raise OSError(number, f"{error}, while requesting {display_url(str(url))}; {hint}") from error
             status = _status_of(error)
-            text = str(error).replace(str(url), display_url(str(url)))
+            text = str(error)[:_MAX_ERROR].replace(str(url), display_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             lost = status in (Status.CONNECT, Status.TIMEOUT)
             transient = lost or (status == Status.DNS and number == socket.EAI_AGAIN)
@@ -320,21 +322,22 @@ class Fetcher:
             raise Refused(Status.TOO_BIG, f"{response.content_length} bytes announced, more than {limit}")
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         unpack = _decompressor(encoding)
-        body, received, packed = bytearray(), 0, b""
+        body, received, packed = io.BytesIO(), 0, b""
         try:
             while packed or not content.at_eof():
-                chunk = packed or await content.readany()
+                # A piece at a time, so that neither a large body nor many chunks of one byte block the event loop.
+                chunk = packed or await content.read(_CHUNK)
                 received += len(chunk) - len(packed)
-                left = limit + 1 - len(body)
-                if unpack:  # a piece at a time, because it blocks the event loop
-                    body += unpack.decompress(chunk, min(left, _PIECE))
+                left = limit + 1 - body.tell()
+                if unpack:
+                    body.write(unpack.decompress(chunk, min(left, _PIECE)))
                     packed = unpack.unconsumed_tail
-                    await asyncio.sleep(0)
                 else:
-                    body += chunk[:left]
-                if max(received, len(body)) > limit:
+                    body.write(chunk[:left])
+                await asyncio.sleep(0)
+                if max(received, body.tell()) > limit:
                     if cut:
-                        return bytes(body[:limit])
+                        return body.getvalue()[:limit]
                     how = "sent" if received > limit else f"when unpacked from {encoding}"
                     raise Refused(Status.TOO_BIG, f"over {limit} bytes {how}")
         except zlib.error as error:
@@ -345,7 +348,7 @@ class Fetcher:
             raise Refused(Status.SHORT_BODY, detail, 0.0) from error
         if unpack and not unpack.eof:
             raise Refused(Status.SHORT_BODY, f"the {encoding} stream of {received} bytes has no end")
-        return bytes(body)
+        return body.getvalue()
 
 
 def _pause(url: str, attempts: int) -> float:

@@ -20,6 +20,8 @@ NO_INDEX = ("noindex", "noimageindex", "none")  # directives that forbid a searc
 # Directives of X-Robots-Tag with a value, needed to distinguish `name: value` from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
 
+_MAX_TAGS = 20_000  # characters of all X-Robots-Tag headers of an answer
+
 # A robots.txt is cut off at these limits: bytes (RFC 9309, 2.5), lines without comments, and `*` and `$` in them.
 MAX_BYTES, MAX_LINES, MAX_WILDCARDS = 500 * 1024, 10_000, 10_000
 _LINE_COST, _TEXT_COST = 700, 10  # bytes of memory that protego needs per line, and per character
@@ -32,8 +34,11 @@ _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORE
 
 
 def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
-    """Raise Refused if the X-Robots-Tag headers forbid training or, with `obey_noindex`, indexing."""
+    """Raise Refused if the X-Robots-Tag headers forbid training or, with `obey_noindex`, indexing, or are too long."""
     directives_for_us: dict[str, str] = {}  # directive -> its header
+    headers = list(headers)
+    if sum(map(len, headers)) > _MAX_TAGS:
+        raise Refused(Status.BAD_RESPONSE, f"X-Robots-Tag headers of over {_MAX_TAGS} characters")
     for header in headers:
         agent = ""  # the rest of the header's directives are for this agent; "" for all agents
         for item in re.split("[,;]", header):  # some servers write semicolons instead of commas
