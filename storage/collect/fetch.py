@@ -322,11 +322,12 @@ class Fetcher:
             raise Refused(Status.TOO_BIG, f"{response.content_length} bytes announced, more than {limit}")
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         unpack = _decompressor(encoding)
+        in_chunks = response.content_length is None
         body, received, packed = io.BytesIO(), 0, b""
         try:
             while packed or not content.at_eof():
-                # A piece at a time, so that neither a large body nor many chunks of one byte block the event loop.
-                chunk = packed or await content.read(_CHUNK)
+                # Small steps, because HTTP chunks of one byte each would take long to join.
+                chunk = packed or await (content.read(_CHUNK) if in_chunks else content.readany())
                 received += len(chunk) - len(packed)
                 left = limit + 1 - body.tell()
                 if unpack:
@@ -334,7 +335,8 @@ class Fetcher:
                     packed = unpack.unconsumed_tail
                 else:
                     body.write(chunk[:left])
-                await asyncio.sleep(0)
+                if packed or in_chunks:  # let the event loop go on
+                    await asyncio.sleep(0)
                 if max(received, body.tell()) > limit:
                     if cut:
                         return body.getvalue()[:limit]
