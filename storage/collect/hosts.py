@@ -29,11 +29,9 @@ class Hosts:
     before or, if there is none, with up to three of the waiting URLs. If it answers, all waiting URLs are requested;
     otherwise they end as HOST_TIMEOUT.
 
-    Each host also has its own limit on URLs in flight. A refusal (429 or 503), or a round of answers slower than
-    earlier ones, halves it, once for all URLs in flight together. Any other round doubles it up to the last limit that
-    passed, then adds one, or an eighth before the first halving. An overdue URL leaves its place to another while the
-    host answers others; so does one that waits for a retry, unless many are refused. If mostly the same URLs are
-    refused again, the host refuses these URLs and is not overloaded.
+    Each host has a limit on URLs in flight. A refusal (429, 503) or a slower round of answers halves it, once for all
+    in flight; other rounds double it up to the last good limit, then add one. A URL that is overdue or waits for a
+    retry leaves its place to others while the host serves them. Repeated refusals of the same URLs do not count.
     """
 
     def __init__(self, at_once: int):
@@ -117,7 +115,7 @@ class Hosts:
             return
         host.passed = host.limit
         if host.waiting:
-            more = max(1, host.limit // 8) if host.lowered == _NEVER else 1
+            more = max(1, host.limit // 8) if host.lowered == _NEVER else 1  # faster until it is first lowered
             limit = min(2 * host.limit, host.last_good) if host.limit < host.last_good else host.limit + more
             host.limit = min(self._at_once, limit)
 
