@@ -80,12 +80,10 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease of the run's concurrency slot for a day, if a renewal is due.
+    """Renew the lease of the run's concurrency slot for a day, if a renewal is due, as in each new state of the run.
 
-    A renewal is due in each new state, because the server shortens the lease to minutes when the run becomes Running.
-
-    Returns the id of the state and the time of the renewal, for the next call's `renewed`. The first call gets
-    (None, 0.0).
+    Returns the id of the state and the time of its renewal, for the next call's `renewed`. The first call gets
+    (None, 0.0). When a run becomes Running, the server shortens its lease to minutes.
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
@@ -178,36 +176,29 @@ def collect_garbage_in_thread() -> None:
 
 
 def start_in_order() -> None:
-    """Make the server give the free slots of a deployment to those of its due runs that were scheduled first."""
-    import sqlalchemy as sa
-    from prefect.server.database.orm_models import FlowRun
-    from prefect.server.models.deployments import read_deployment
-    from prefect.server.orchestration import core_policy
-    from prefect.server.schemas.states import Scheduled, StateType
-    from prefect.settings import get_current_settings
-    from prefect.types._datetime import now
+    """Make the server give a deployment's free slots to those of its due runs that were scheduled first."""
+    from prefect.server.models import deployments  # first: the other module cannot be imported before it
+    from prefect.server.orchestration import core_policy as core
 
-    class InOrder(core_policy.SecureFlowConcurrencySlots):
-        _acquired_deployment_concurrency_limit_id = _acquired_deployment_concurrency_lease_id = None
-
+    class InOrder(core.SecureFlowConcurrencySlots):
         async def before_transition(self, initial_state, proposed_state, context) -> None:
-            run, session = context.run, context.session
-            deployment = await read_deployment(session, run.deployment_id) if run.deployment_id else None
+            run, runs, session = context.run, core.orm_models.FlowRun, context.session
+            deployment = await deployments.read_deployment(session, run.deployment_id) if run.deployment_id else None
             limit = deployment.global_concurrency_limit if deployment else None
-            if limit and limit.active_slots < limit.limit:
-                wait = timedelta(seconds=get_current_settings().server.deployments.concurrency_slot_wait_seconds)
-                then: Any = now("UTC") + wait  # when this run would ask again
-                same = FlowRun.deployment_id == run.deployment_id, FlowRun.work_queue_id == run.work_queue_id
-                due = FlowRun.state_type == StateType.SCHEDULED, FlowRun.next_scheduled_start_time <= then
-                earlier = FlowRun.expected_start_time < run.expected_start_time
-                count = await session.scalar(sa.select(sa.func.count()).where(*same, *due, earlier))
-                if limit.active_slots + count >= limit.limit:
-                    state = Scheduled(name="AwaitingConcurrencySlot", scheduled_time=then)
-                    await self.reject_transition(state, "Earlier runs of the deployment are waiting.")
-                    return
-            await super().before_transition(initial_state, proposed_state, context)
+            wait = core.get_current_settings().server.deployments.concurrency_slot_wait_seconds
+            then: Any = core.now("UTC") + timedelta(seconds=wait)  # when a waiting run asks again
+            same = runs.deployment_id == run.deployment_id, runs.work_queue_id == run.work_queue_id
+            due = runs.state_type == core.StateType.SCHEDULED, runs.next_scheduled_start_time <= then
+            first = runs.expected_start_time < run.expected_start_time
+            earlier = core.select(core.sa.func.count()).where(*same, *due, first)
+            if limit and 0 < limit.limit - limit.active_slots <= await session.scalar(earlier):
+                self._acquired_deployment_concurrency_limit_id = self._acquired_deployment_concurrency_lease_id = None
+                waiting = core.states.Scheduled(then, name="AwaitingConcurrencySlot")
+                await self.reject_transition(waiting, "Earlier runs of the deployment are waiting.")
+            else:
+                await super().before_transition(initial_state, proposed_state, context)
 
-    core_policy.SecureFlowConcurrencySlots = InOrder  # ty: ignore[invalid-assignment] patched
+    core.SecureFlowConcurrencySlots = InOrder  # ty: ignore[invalid-assignment] patched
 
 
 if __name__ == "__main__":

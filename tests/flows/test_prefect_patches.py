@@ -240,9 +240,12 @@ def test_the_second_run_waits_for_the_whole_of_the_first_whether_that_is_renewed
     if early:
         renewed = renew_slot(client, client.read_flow_run(run.id), renewed)
     client.set_flow_run_state(run.id, Running())
-    for _ in range(35):  # 700 s, of which the server's own lease holds 300
+    for turn in range(35):  # 700 s, of which the server's own lease holds 300
         run = client.read_flow_run(run.id)
         renewed = renew_slot(client, run, renewed)
+        assert turn or deployed.seconds_left(run) > 80000, "as soon as it is seen to be running"
+        if turn == 20:  # as if the server had cut it to its minimum in the same state
+            deployed.age(run, 86400 - _SHORT_LEASE)
         clock[0] += 20
         deployed.age(run, 20)
         assert deployed.seconds_left(run) > 0, f"after {clock[0] - 1000:g} s"
