@@ -64,7 +64,8 @@ class Downloader:
     def progress(self) -> tuple[int, float]:
         """Return the number of URLs done in the shards in progress, and the seconds that hanging URLs may take yet."""
         again = sum(len(urls) for _, later in self._shards.values() for urls in later.values())
-        passes = math.ceil(again / self.settings.concurrency)
+        hanging = self._fetcher.hosts.count_overdue()  # and once more in the second pass
+        passes = math.ceil((again + 2 * hanging) / self.settings.concurrency) + bool(hanging)
         return sum(len(outcomes) for outcomes, _ in self._shards.values()) - again, passes * self.settings.read_timeout
 
     async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:

@@ -103,6 +103,10 @@ class Hosts:
                     self._end_round(host)
         self._start(host)
 
+    def count_overdue(self) -> int:
+        """Return the number of URLs that are overdue, over all hosts."""
+        return sum(len(host.overdue()) for host in self._hosts.values())
+
     def is_silent(self, name: str) -> bool:
         """Return True if the last BREAKER requests to the host, or more, timed out or lost their connections."""
         return self.host(name).failures >= BREAKER
@@ -129,9 +133,8 @@ class Hosts:
         if host.answered_url is None and host.failures < BREAKER:
             # Only a few URLs are used to find out whether the host answers.
             return len(host.slots) < min(host.limit, BREAKER - host.failures)
-        due = asyncio.get_running_loop().time() - host.patience
-        overdue = [slot.began for slot in host.slots if slot.began <= due and not slot.is_paused]
-        left = sum(began < host.answered for began in overdue)
+        overdue = host.overdue()
+        left = sum(slot.began < host.answered for slot in overdue)
         if not host.is_overloaded:
             left += sum(slot.is_paused for slot in host.slots)
         # If all are overdue, one more URL shows whether the host still answers.
@@ -203,6 +206,11 @@ class Host:
     def patience(self) -> float:
         """Seconds after which a URL in flight is overdue."""
         return max(_PATIENCE, _OVERDUE * self.medians[-1] if self.medians else 0.0)
+
+    def overdue(self) -> list[Slot]:
+        """Return the slots of the URLs that are overdue."""
+        due = asyncio.get_running_loop().time() - self.patience
+        return [slot for slot in self.slots if slot.began <= due and not slot.is_paused]
 
     @property
     def refuses_urls(self) -> bool:

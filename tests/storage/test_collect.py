@@ -1,6 +1,7 @@
 """A caption list or a folder of images becomes committed shards: without Prefect."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -382,6 +383,20 @@ def test_a_collection_that_is_ended_goes_on_and_only_a_kill_leaves_a_claim(numbe
     count = len(web.requests)
     assert quietly(local.store.uri(), settings).new_shards == 1
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
+
+
+def test_the_time_left_counts_what_hangs(web: Web, local: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Beside 60 URLs that took no time, two take three seconds, and three more in the second pass."""
+    image = encode(draw())
+    monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0.5)
+    lines = [f"caption\t{web.put(f'/left/{i}.jpg', silent(9) if i % 30 == 9 else send(image))}" for i in range(60)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=60)
+    settings = dataclasses.replace(settings, download=settings_for(web, deadline=6.0, retries=1))
+    reports = []
+    collect(local.store.uri(), settings, reports.append)
+    left = [int(seconds) for seconds in re.findall(r"58 of 60 rows: .*, 0:0(\d) left", "\n".join(reports))]
+    assert len(left) > 6
+    assert all(3 <= seconds <= 6 for seconds in left)
 
 
 def test_a_collection_that_stood_still_asks_again_and_blames_no_server(web: Web, local: Catalog, tmp_path: Path):

@@ -13,6 +13,7 @@ from simulated import Answer, Simulated, downloaded
 
 from storage.collect.fetch import DownloadSettings
 from storage.collect.hosts import Hosts
+from storage.collect.statuses import Refused, Status
 
 
 @pytest.mark.parametrize("ticks", range(5))
@@ -37,6 +38,26 @@ def test_hosts_take_turns_and_a_cancelled_url_takes_no_slot_along(ticks: int):
     asyncio.run(asyncio.wait_for(work(), 5))
     assert order.index("c") < 6
     assert Counter(order)["b"] == 6
+
+
+def test_failures_and_refusals_count_once_for_what_was_in_flight_together():
+    async def work() -> None:
+        hosts, refused = Hosts(at_once=64), Refused(Status("http_429"), "")
+        host, now = hosts.host("a"), asyncio.get_running_loop().time()
+        hosts.record_end("a", "/", now, 0.1)
+        for _ in range(8):
+            hosts.record_end("a", "/", now, 0.1, refused)
+        assert host.limit == 4
+        hosts.record_end("a", "/", asyncio.get_running_loop().time(), 0.1, refused)
+        assert host.limit == 2
+        for _ in range(9):  # it has answered since they began
+            hosts.record_end("a", "/", now, None, Refused(Status.TIMEOUT, ""))
+        assert not hosts.is_silent("a")
+        for _ in range(2):
+            hosts.record_end("a", "/", asyncio.get_running_loop().time(), None, Refused(Status.TIMEOUT, ""))
+        assert hosts.is_silent("a")
+
+    asyncio.run(work())
 
 
 def dealt(urls: list[str], shards: int) -> list[list[str]]:
@@ -242,6 +263,30 @@ def test_a_fast_host_is_downloaded_at_its_pace_and_an_overloaded_one_is_not_pres
 
     assert collected(urls, at_most_20, 2).statuses == {"ok": 400}
     assert refusals < 50
+
+
+def test_after_a_moment_of_overload_a_host_is_soon_at_its_pace_again():
+    late = []
+
+    def serve(_: yarl.URL, now: float, in_flight: int) -> Answer:
+        late.extend([in_flight] if 4.6 < now < 5 else [])
+        return Answer(0.1, 503 if 3 < now < 3.05 else 200)
+
+    assert collected(urls_of(*range(3000)), serve).statuses == {"ok": 3000}
+    assert max(late) > 50  # by one a round it would be at 48
+
+
+def test_the_lag_of_a_busy_process_is_not_the_host_s():
+    late = []
+
+    def serve(_: yarl.URL, now: float, in_flight: int) -> Answer:
+        late.append(in_flight)
+        if len(late) > 1000:
+            asyncio.get_running_loop().pass_time(0.02)
+        return Answer(0.1)
+
+    assert collected(urls_of(*range(3000)), serve).statuses == {"ok": 3000}
+    assert max(late[-500:]) > 50
 
 
 def test_a_host_that_slows_down_gets_fewer_urls_at_once():
