@@ -61,12 +61,18 @@ class Downloader:
         await self._fetcher.__aexit__()
         self._threads.shutdown(cancel_futures=True)
 
-    def progress(self) -> tuple[int, float]:
-        """Return the number of URLs done in the shards in progress, and the seconds that hanging URLs may take yet."""
-        again = sum(len(urls) for _, later in self._shards.values() for urls in later.values())
+    def progress(self) -> tuple[Counter[str], float]:
+        """Return the URLs done by status, of the shards in progress, and the seconds that hanging URLs may take yet."""
+        counts: Counter[str] = Counter()
+        again = 0
+        for outcomes, later in self._shards.values():
+            waiting = {url for urls in later.values() for url in urls}
+            again += len(waiting)
+            done = (outcome for url, outcome in outcomes.items() if url not in waiting)
+            counts.update(outcome.status if isinstance(outcome, Refused) else Status.OK for outcome in done)
         hanging = self._fetcher.hosts.count_overdue()  # and once more in the second pass
         passes = math.ceil((again + 2 * hanging) / self.settings.concurrency) + bool(hanging)
-        return sum(len(outcomes) for outcomes, _ in self._shards.values()) - again, passes * self.settings.read_timeout
+        return counts, passes * self.settings.read_timeout
 
     async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
         """Download the images of rows into the spool. Return the rows with their statuses, in the same order."""

@@ -216,12 +216,12 @@ class _GroupCollector:
         """Log the progress at intervals. The time left follows from the last minute and from the URLs that hang."""
         before: deque[tuple[float, int]] = deque(maxlen=_REPORTS)
         while True:
-            counts = Counter(self.group.before) + Counter(self.count())
-            in_progress, waiting = downloader.progress() if downloader else (0, 0.0)
-            now, done = time.monotonic(), counts.total() + in_progress
+            in_progress, waiting = downloader.progress() if downloader else (Counter(), 0.0)
+            counts = Counter(self.group.before) + Counter(self.count()) + in_progress
+            now, done = time.monotonic(), counts.total()
             if before:
                 rate = (done - before[0][1]) / (now - before[0][0])
-                left = max((self.group.rows - done) / rate, waiting) if rate else None
+                left = max((self.group.rows - done) / rate if rate else 0.0, waiting) or None
                 seconds = now - self.group.started
                 self.log(progress_line(self.settings.name, done, self.group.rows, "rows", counts, seconds, left))
             before.append((now, done))

@@ -394,9 +394,10 @@ def test_the_time_left_counts_what_hangs(web: Web, local: Catalog, tmp_path: Pat
     settings = dataclasses.replace(settings, download=settings_for(web, deadline=6.0, retries=1))
     reports = []
     collect(local.store.uri(), settings, reports.append)
-    left = [int(seconds) for seconds in re.findall(r"58 of 60 rows: .*, 0:0(\d) left", "\n".join(reports))]
+    left = [int(seconds) for seconds in re.findall(r"58 of 60 rows: 58 ok;.*, 0:0(\d) left", "\n".join(reports))]
     assert len(left) > 6
-    assert all(3 <= seconds <= 6 for seconds in left)
+    assert sorted(left)[len(left) // 2] >= 3
+    assert max(left) <= 6
 
 
 def test_a_collection_that_stood_still_asks_again_and_blames_no_server(web: Web, local: Catalog, tmp_path: Path):

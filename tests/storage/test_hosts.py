@@ -270,7 +270,7 @@ def test_after_a_moment_of_overload_a_host_is_soon_at_its_pace_again():
 
     def serve(_: yarl.URL, now: float, in_flight: int) -> Answer:
         late.extend([in_flight] if 4.6 < now < 5 else [])
-        return Answer(0.1, 503 if 3 < now < 3.05 else 200)
+        return Answer(0.1, 503 if 3 < now < 3.3 else 200)
 
     assert collected(urls_of(*range(3000)), serve).statuses == {"ok": 3000}
     assert max(late) > 50  # by one a round it would be at 48
