@@ -47,6 +47,7 @@ OPTIMIZER = OptimizerConfig(
 REFCOCO = RefCOCOSettings(
     regions="detected",
     whole_image_competes=True,
+    iou="vilbert",
     target="iou",
     loss_over="rows",
     classifier="linear",

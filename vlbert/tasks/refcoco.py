@@ -8,7 +8,7 @@ ground-truth regions; 71.60, 77.72 and 60.99 % with MAttNet's detections.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -41,8 +41,8 @@ class RefCOCOSettings(TaskSettings):
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects in addition to the detections
     iou: Convention = "published"  # overlap measure, for targets and in accuracy_{iou}
     whole_image_competes: bool = False  # allow the whole image as an answer
-    # target of a candidate that overlaps the answer by more than half; binary: 1; iou: the overlap (ViLBERT's code).
-    # The target of other candidates is 0
+    # binary: the target of a candidate is 1 if its IoU with the answer is above 0.5 in the resized image, and else 0.
+    # iou: the IoU in the stored image if it is 0.5 or more, and else 0 (ViLBERT's code)
     target: Literal["binary", "iou"] = "binary"
     loss_over: Literal["regions", "rows"] = "regions"  # average the loss over all candidates, or its sums per row
     classifier: ClassifierKind = "regions"  # classifier of candidates; regions: with pre-training's region transform
@@ -124,7 +124,7 @@ class RefCOCO(Task):
             regions = sample.require_regions().boxes / to_stored
         else:
             regions = np.array(regions, np.float64).reshape(-1, 4)
-            image = replace(image, boxes=image.boxes[:1]).with_boxes(regions * to_stored)
+            image = image.with_boxes(regions * to_stored, keep_regions=False)
         if self.settings.adds_ground_truth and not annotation.held_out:
             objects = np.array(expression.objects, np.float64).reshape(-1, 4)
             image, regions = image.with_boxes(objects * to_stored), np.concatenate([regions, objects])
@@ -132,11 +132,17 @@ class RefCOCO(Task):
         candidate[0] &= self.settings.whole_image_competes
         target = np.zeros(len(image.boxes), np.float32)
         if expression.box:
-            answer = image.place(np.array([expression.box]) * to_stored)[0]
-            iou = overlap(self.settings.iou, image.boxes, answer)
-            target = np.where(candidate & (iou > 0.5), iou if self.settings.target == "iou" else 1.0, 0.0)
+            answer = np.array([expression.box]) * to_stored
+            if self.settings.target == "iou":
+                iou = overlap(self.settings.iou, image.stored_boxes, answer[0])
+                target = np.where(candidate & (iou >= 0.5), iou, 0.0)
+            else:
+                iou = overlap(self.settings.iou, image.boxes, image.place(answer)[0])
+                target = np.where(candidate & (iou > 0.5), 1.0, 0.0)
         text = "" if not valid else swap_sides(expression.text) if image.flipped else expression.text
-        boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, like boxes of the files
+        edge = 0 if self.settings.iou == "vilbert" else 1
+        whole_image = [[0, 0, shipped[0] - edge, shipped[1] - edge]]
+        boxes = np.concatenate([whole_image, regions])  # float64, like boxes of the files
         return Example(
             sample.key,
             self.text_input(self.vocabulary.encode(text)),
