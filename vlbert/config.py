@@ -109,9 +109,9 @@ class ModelConfig:
     # vectors; none: the model does not read region 0
     whole_image: Literal["pooled", "mean", "none"] = "pooled"
     task_token: int | None = None  # row of the task token table to insert after [CLS] (12-in-1); None: no table
-    # One vector for the whole input. tanh: BERT's pooler at [CLS]; product: of a ReLU pooler at [CLS] and one at the
-    # whole image (ViLBERT), as wide as co-attention; none: the hidden state at [CLS]
-    pooler: Literal["tanh", "product", "none"] = "tanh"
+    # One vector for the whole input. tanh: BERT's pooler at [CLS]; product, sum: of a ReLU pooler at [CLS] and one at
+    # the whole image (ViLBERT's fusion_method), as wide as co-attention; none: the hidden state at [CLS]
+    pooler: Literal["tanh", "product", "sum", "none"] = "tanh"
     head_initialisation: Literal["xavier", "normal"] = "xavier"  # first weights of linear layers added by fine-tuning
     regions: RegionConfig = RegionConfig()  # source of the region vectors
 
@@ -149,7 +149,7 @@ class ModelConfig:
         check(self, own or not separate, "special_tokens", "own, with region_classes none, if embedding is separate")
         check(self, separate or self.task_token is None, "task_token", "none unless embedding is separate")
         check(self, self.task_token is None or 0 <= self.task_token < TASK_TOKENS, "task_token", f"below {TASK_TOKENS}")
-        fits = self.pooler != "product" or self.whole_image != "none"
+        fits = self.pooler not in ("product", "sum") or self.whole_image != "none"
         check(self, fits, "pooler", "tanh or none if whole_image is none")
 
     @property

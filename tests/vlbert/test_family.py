@@ -12,12 +12,15 @@ from places import DATA
 from tiny import CHANNELS, CLASSES, TINY_MODEL, UNICODER_VL, VILBERT
 
 from storage.sample import Sample
+from training.optimizer import make_optimizer
 from vlbert.config import ModelConfig
 from vlbert.data.batch import collate
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.masking import WordMasking
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.recipes.vilbert import finetune_refcoco_vilbert
+from vlbert.model.heads import Pooler
+from vlbert.published.vilbert import map_names, map_task_names
+from vlbert.recipes.vilbert import finetune_refcoco_vilbert, pretrain_vilbert
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO
 
@@ -310,6 +313,40 @@ def test_the_loss_of_regions_is_a_mean_over_candidates_or_of_the_rows_sums(tmp_p
     assert found["rows"][1] == len(batch)
     assert found["regions"][1] == len(batch.labelled["candidate"])
     torch.testing.assert_close(found["rows"][0], found["regions"][0])
+
+
+THEIR_VECTORS = ("bias", "LayerNorm.bias", "LayerNorm.weight")  # names with one of these are no matrices to them
+
+
+@pytest.mark.parametrize(("program", "classifier"), [("paper", "weight_norm"), ("multi_task", "gelu_norm")])
+def test_what_decays_is_what_the_published_programs_tell_by_its_name(tmp_path, program: str, classifier: str):
+    config, (task, _) = pretrain_vilbert(variant=program).optimizer, vqa(tmp_path, classifier=classifier)
+    model = new_model(task, VILBERT)
+    optimizer = make_optimizer(model, config)
+    decayed = {id(p): bool(group["decay"]) for group in optimizer.param_groups for p in group["params"]}
+    parameters, inverted, told = dict(model.named_parameters()), program == "paper", 0
+    for theirs, ours in (map_names(VILBERT.layers) | map_task_names(task.settings)).items():
+        if ours in parameters:
+            vector = any(part in theirs for part in THEIR_VECTORS)
+            assert decayed[id(parameters[ours])] == (vector if inverted else not vector), theirs
+            told += 1
+    assert told > 0.9 * len(parameters)
+
+
+def test_the_recipes_of_vilbert_name_the_rules_of_its_two_programs():
+    found = {variant: pretrain_vilbert(variant=variant) for variant in ("paper", "multi_task")}
+    assert {name: recipe.optimizer.zero_update for name, recipe in found.items()} == {
+        "paper": "first", "multi_task": "last",
+    }  # fmt: skip
+    assert {recipe.task.words.random_from for recipe in found.values()} == {"all"}
+
+
+def test_poolers_are_multiplied_or_added():
+    text, regions = torch.randn(2, 3, VILBERT.hidden_size), torch.randn(2, 4, VILBERT.region_hidden_size)
+    for kind, fuse in (("product", torch.mul), ("sum", torch.add)):
+        pooler = Pooler(dataclasses.replace(VILBERT, pooler=kind)).eval()
+        both = pooler.dense(text[:, 0]).relu(), pooler.region_dense(regions[:, 0]).relu()
+        assert torch.equal(pooler(text, regions), fuse(*both))
 
 
 def test_berts_learning_rate_is_that_of_the_text_layers_alone(tmp_path):

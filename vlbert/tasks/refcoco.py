@@ -140,8 +140,7 @@ class RefCOCO(Task):
                 iou = overlap(self.settings.iou, image.boxes, image.place(answer)[0])
                 target = np.where(candidate & (iou > 0.5), 1.0, 0.0)
         text = "" if not valid else swap_sides(expression.text) if image.flipped else expression.text
-        edge = 0 if self.settings.iou == "vilbert" else 1
-        whole_image = [[0, 0, shipped[0] - edge, shipped[1] - edge]]
+        whole_image = [[0, 0, *(side - (self.settings.iou != "vilbert") for side in shipped)]]
         boxes = np.concatenate([whole_image, regions])  # float64, like boxes of the files
         return Example(
             sample.key,
