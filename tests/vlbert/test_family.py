@@ -14,7 +14,7 @@ from tiny import CHANNELS, CLASSES, TINY_MODEL, UNICODER_VL, VILBERT
 from storage.sample import Sample
 from training.optimizer import make_optimizer
 from vlbert.config import ModelConfig
-from vlbert.data.batch import collate
+from vlbert.data.batch import Example, ImageInput, TextInput, collate
 from vlbert.data.images import PreparedImage, prepare_image
 from vlbert.data.masking import WordMasking
 from vlbert.data.vocabulary import Vocabulary
@@ -23,6 +23,7 @@ from vlbert.published.vilbert import map_names, map_task_names
 from vlbert.recipes.vilbert import finetune_refcoco_vilbert, pretrain_vilbert
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO
+from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 
 def with_boxes(boxes: np.ndarray, size: tuple[int, int], caption: str, features: np.ndarray) -> Sample:
@@ -153,11 +154,21 @@ def test_the_five_numbers_of_a_box_are_the_same_where_pixels_are_read():
     np.testing.assert_array_equal(found[1:], five_numbers(boxes, 96, 64))
 
 
-def test_objects_of_vcr_have_the_five_numbers_of_their_own_boxes(tmp_path):
-    task, samples = vcr(tmp_path, region_loss="none", detected_regions=True)
-    regions = dataclasses.replace(UNICODER_VL.regions, short_side=600, long_side=1000)
+def test_five_numbers_that_are_not_given_are_those_of_the_boxes_and_of_a_whole_image():
+    boxes = np.array([[0, 0, 95, 63], [24, 16, 96, 48]], np.float32)
+    image = ImageInput(boxes, np.zeros(2, bool), (96, 64), features=np.zeros((2, CHANNELS), np.float32))
+    text = TextInput.of_one_sentence([2, 3])
+    batch = collate([Example("a", text), Example("b", text, image)])
+    assert batch.locations.tolist() == [[0, 0, 1, 1, 1], [0.25, 0.25, 1, 0.75, 0.375]]
+
+
+@pytest.mark.parametrize("model", ["unicoder-vl", "vilbert end to end"])
+def test_objects_of_vcr_have_the_five_numbers_of_their_own_boxes(tmp_path, model: str):
+    config = MODELS[model]
+    task, samples = vcr(tmp_path, region_loss="none", detected_regions=config.regions.features == "precomputed")
+    regions = dataclasses.replace(config.regions, short_side=51, long_side=77)
     size_of = {sample.key: (sample.width, sample.height) for sample in samples}
-    for example in examples_of(task, samples, dataclasses.replace(UNICODER_VL, regions=regions)):
+    for example in examples_of(task, samples, dataclasses.replace(config, regions=regions)):
         objects = example.metadata["boxes"]
         found = example.image.locations[[one["region"] for one in objects]]
         boxes = np.array([one["box"] for one in objects]).reshape(-1, 4)
@@ -347,6 +358,8 @@ def test_poolers_are_multiplied_or_added():
         pooler = Pooler(dataclasses.replace(VILBERT, pooler=kind)).eval()
         both = pooler.dense(text[:, 0]).relu(), pooler.region_dense(regions[:, 0]).relu()
         assert torch.equal(pooler(text, regions), fuse(*both))
+        score = VCRHead(dataclasses.replace(VILBERT, pooler=kind, dropout=0.1), VCRSettings()).score
+        assert score.dropout.p == 0, "the pooler has the dropout"
 
 
 def test_berts_learning_rate_is_that_of_the_text_layers_alone(tmp_path):
