@@ -1,7 +1,7 @@
 """The settings of a run, as frozen dataclasses that check their values on construction."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from detectors.resnet import ResNetConfig
@@ -19,6 +19,9 @@ class RegionConfig:
     resnet: ResNetConfig = ResNetConfig(stem_pool="torch")  # ResNet-101; the authors pad its first pooling layer
     short_side: int = 600  # pixels; images are resized until the short side has this length ...
     long_side: int = 1000  # ... or the long side has this one, whichever gives the smaller image
+    # false: boxes are clipped to the last pixel of the resized image, as in VL-BERT's code. true, and always with the
+    # separate embedding: boxes are not clipped; with precomputed features, they are in pixels of the stored image
+    exact_boxes: bool = False
     roi_size: int = 14  # RoIAlign returns roi_size x roi_size cells per region
     frozen_stages: int = 2  # first stages that are not trained, 0 to 5; 2: conv1 and res2, as in the authors' code
     weights: str | None = None  # safetensors file of a detector whose ResNet initialises backbone and res5
@@ -117,6 +120,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_choices(self)
+        if self.embedding == "separate":
+            object.__setattr__(self, "regions", replace(self.regions, exact_boxes=True))
         check(self, self.layers and not self.layers.strip("JTVX"), "layers", "a string of the letters J, T, V and X")
         check_positive(
             self, "hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels",

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from training.log import Unreadable
-from vlbert.data.boxes import box_location
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +58,6 @@ class ImageInput:
         pixels: uint8 [3, h, w], RGB, resized; None with precomputed features.
         covered: float32 [q, 4], boxes of q regions that are not in `boxes`, but whose pixels are masked; may be None.
         features: float [1 + r, D], precomputed features; None if the model computes them from pixels.
-        locations: float32 [1 + r, 5], `box_location` of each region in the image before it was resized; None means that
-            of `boxes` and, for the whole image, 0 0 1 1 1. Models with the separate embedding read it.
         cells: float32 [1 + r, S, S], fraction of each cell of the res5 features that the object covers; may be None.
         classes: int64 [1 + r], class of each region's object; None means 0. A model may have one [IMG] token per class.
         averaged_over: divisor for the mean of the region vectors, in models that represent the whole image by this
@@ -77,7 +74,6 @@ class ImageInput:
     cells: np.ndarray | None = None
     classes: np.ndarray | None = None
     averaged_over: int | None = None
-    locations: np.ndarray | None = None
     label_masks: dict[str, np.ndarray] = field(default_factory=dict)
     labels: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -144,7 +140,6 @@ class Batch:
         image_rows: int64 [P], first row of each image.
         real_regions: int64 [K], index in [P * R] of each region that is not padding, in image order.
         features: float [K, D], precomputed features of the real regions, in image order; [0, 0] if there are none.
-        locations: float32 [K, 5], as in ImageInput, of the real regions, in image order.
         cells: float32 [K, S, S], ImageInput.cells of the real regions; [0, 0, 0] if no image has them.
         counted: int64 [n], rows of examples that are not placeholders. Placeholders have no labels.
         labelled: for each label mask by name, int64 [M], index in [N * T] or [N * R] of each label, in row order.
@@ -172,7 +167,6 @@ class Batch:
     image_rows: Tensor
     real_regions: Tensor
     features: Tensor
-    locations: Tensor
     cells: Tensor
     counted: Tensor
     labelled: dict[str, Tensor]
@@ -306,7 +300,6 @@ def collate(
         image_rows=torch.tensor([owners.index(i) for i in index_of], dtype=torch.int64),
         real_regions=torch.from_numpy(_flat_indices([np.arange(len(p.boxes)) for p in images], range(len(images)), r)),
         features=_concatenate_images(images, "features", axes=2),
-        locations=torch.cat([torch.zeros(0, 5), *map(_locations, images)]),
         cells=_concatenate_images(images, "cells", axes=3),
         counted=torch.tensor([row for row, i in enumerate(owners) if examples[i].counted], dtype=torch.int64),
         labelled={name: torch.from_numpy(index) for name, (index, _) in labelled.items()},
@@ -384,13 +377,6 @@ def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
         for row, pixels in zip(padded[-1], group, strict=True):
             row[:, : pixels.shape[1], : pixels.shape[2]] = pixels
     return tuple(padded)
-
-
-def _locations(image: ImageInput) -> Tensor:
-    if image.locations is not None:
-        return torch.from_numpy(image.locations)
-    regions = box_location(torch.from_numpy(image.boxes[1:]), torch.tensor([image.size]))
-    return torch.cat([torch.tensor([[0.0, 0, 1, 1, 1]]), regions])
 
 
 def _concatenate_images(images: Sequence[ImageInput], name: str, axes: int) -> Tensor:

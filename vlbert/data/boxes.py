@@ -29,8 +29,7 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
 def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
     """Return the relative corners and area of boxes [K, 4], as in ViLBERT and Unicoder-VL.
 
-    The result is [K, 5]: x1/W, y1/H, x2/W, y2/H, and the box's fraction of the image's area. `sizes` is the (width,
-    height) of each box's image, [K, 2], or of all, [1, 2].
+    The result is [K, 5]: x1/W, y1/H, x2/W, y2/H, and the box's fraction of the image's area.
     """
     corners = boxes / sizes.to(boxes.dtype).repeat(1, 2)
     x1, y1, x2, y2 = boxes.unbind(dim=1)

@@ -14,7 +14,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, resize
 from storage.sample import Sample
 from vlbert.config import RegionConfig
 from vlbert.data.batch import ImageInput
-from vlbert.data.boxes import box_iou_with_borders, box_location, flip_horizontally
+from vlbert.data.boxes import box_iou_with_borders, flip_horizontally
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,7 @@ class PreparedImage:
         flipped: whether the image is mirrored.
         pixels: uint8 [3, h, w], RGB; None with precomputed features.
         features: float32 [r, D], precomputed features of the regions; None if the model computes them from pixels.
-        stored_boxes: float [1 + r, 4], the boxes in pixels of the stored image: neither mirrored nor clipped, and the
-            whole image is 0 0 width height. None means `boxes`.
+        exact: whether boxes are as stored, except for scale: not clipped, and mirrored without a pixel's width.
     """
 
     size: tuple[int, int]
@@ -38,29 +37,17 @@ class PreparedImage:
     flipped: bool
     pixels: Tensor | None = None
     features: np.ndarray | None = None
-    stored_boxes: np.ndarray = None  # ty: ignore[invalid-assignment] never None after __post_init__
-
-    def __post_init__(self):
-        if self.stored_boxes is None:
-            object.__setattr__(self, "stored_boxes", self.boxes)
+    exact: bool = False
 
     def place(self, boxes: np.ndarray) -> np.ndarray:
-        """Convert boxes [n, 4] from stored to resized pixels, and clip them to the image. Return float32 [n, 4]."""
-        return _place(boxes, self.scale, self.flipped, *self.size)
+        """Convert boxes [n, 4] from stored to resized pixels, as those of the image. Return float32 [n, 4]."""
+        return _place(boxes, self.scale, self.flipped, *self.size, self.exact)
 
-    def with_boxes(self, boxes: np.ndarray, keep_regions: bool = True) -> "PreparedImage":
-        """Return a copy with `boxes` added, [n, 4] in stored pixels, or with these regions only.
-
-        Raises ValueError with precomputed features.
-        """
+    def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
+        """Return a copy with `boxes` added, [n, 4] in stored pixels. Raises ValueError with precomputed features."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; set model.regions.features=end_to_end")
-        kept = len(self.boxes) if keep_regions else 1
-        return dataclasses.replace(
-            self,
-            boxes=np.concatenate([self.boxes[:kept], self.place(boxes)]),
-            stored_boxes=np.concatenate([self.stored_boxes[:kept], boxes]),
-        )
+        return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
     def with_matched_features(self, boxes: np.ndarray, keep_unmatched: bool) -> "PreparedImage":
         """Return a copy whose regions are these boxes, [n, 4] in stored pixels.
@@ -72,15 +59,14 @@ class PreparedImage:
         assert self.features is not None
         if len(self.boxes) == 1:
             raise ValueError("it has no region whose features an object could take; detect with selection.minimum=10")
-        regions = self.stored_boxes[1:].astype(np.float64)
-        overlap = box_iou_with_borders(torch.from_numpy(boxes.astype(np.float64)), torch.from_numpy(regions)).numpy()
+        placed, regions = self.place(boxes), self.boxes[1:]
+        overlap = box_iou_with_borders(torch.from_numpy(placed), torch.from_numpy(regions)).numpy()
         matched = overlap.argmax(axis=1)
         rest = np.setdiff1d(np.arange(len(regions)), matched[overlap.max(axis=1) > 0])
-        rest = rest[: max(0, len(regions) - len(boxes))] if keep_unmatched else rest[:0]
+        rest = rest[: max(0, len(regions) - len(placed))] if keep_unmatched else rest[:0]
         return dataclasses.replace(
             self,
-            boxes=np.concatenate([self.boxes[:1], self.place(boxes), self.boxes[1 + rest]]),
-            stored_boxes=np.concatenate([self.stored_boxes[:1], boxes, regions[rest]]),
+            boxes=np.concatenate([self.boxes[:1], placed, regions[rest]]),
             features=np.concatenate([self.features[matched], self.features[rest]]),
         )
 
@@ -103,7 +89,6 @@ class PreparedImage:
             features = np.concatenate([whole_image, self.features[:count]]).astype(np.float32)
         return ImageInput(
             boxes=self.boxes[: 1 + count],
-            locations=self._locations()[: 1 + count],
             masked=masked[: 1 + count],
             covered=self.boxes[1 + count :][masked[1 + count :]],
             size=self.size,
@@ -112,17 +97,12 @@ class PreparedImage:
             **more,
         )
 
-    def _locations(self) -> np.ndarray:
-        width, height = (round(side / scale) for side, scale in zip(self.size, self.scale, strict=True))
-        boxes = self.stored_boxes.astype(np.float32)
-        boxes = flip_horizontally(boxes, width + 1) if self.flipped else boxes  # these end at x2, not behind a pixel
-        return box_location(torch.from_numpy(boxes), torch.tensor([[width, height]])).numpy()
-
 
 def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedImage:
     """Decode a sample's image, resize it (see `resized_size`), and mirror it if `flip` is True.
 
-    With precomputed features, only the boxes are transformed and no image is decoded. Raises ValueError, naming the
+    With precomputed features, only the boxes are transformed and no image is decoded; if they are exact
+    (RegionConfig.exact_boxes), the image keeps its size. Raises ValueError, naming the
     sample, if it has no regions, if its features are missing or of another size, or if its JPEG cannot be decoded.
     """
     regions = sample.require_regions()
@@ -134,6 +114,8 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
         pixels = _decode(sample)
         stored = (pixels.shape[2], pixels.shape[1])
     height, width = resized_size(*stored[::-1], config.short_side, config.long_side)
+    if config.exact_boxes and pixels is None:
+        width, height = stored
     if pixels is not None and (width, height) != stored:
         # Resizing uint8 is several times faster on a channels-last view.
         pixels = pixels[None].contiguous(memory_format=torch.channels_last)
@@ -142,10 +124,10 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
         pixels = pixels.flip(2)
     scale = (width / stored[0], height / stored[1])
     # As in the authors' code, the whole image is a box in stored pixels and transformed like the others.
-    whole_image = np.array([[0, 0, stored[0] - 1, stored[1] - 1]], np.float32)
-    boxes = _place(np.concatenate([whole_image, regions.boxes]), scale, flip, width, height)
-    stored_boxes = np.concatenate([np.array([[0, 0, *stored]], np.float32), regions.boxes])
-    return PreparedImage((width, height), boxes, scale, flip, pixels, features, stored_boxes)
+    edge = 0 if config.exact_boxes else 1
+    whole_image = np.array([[0, 0, stored[0] - edge, stored[1] - edge]], np.float32)
+    boxes = _place(np.concatenate([whole_image, regions.boxes]), scale, flip, width, height, config.exact_boxes)
+    return PreparedImage((width, height), boxes, scale, flip, pixels, features, config.exact_boxes)
 
 
 def _read_features(key: str, features: np.ndarray | None, config: RegionConfig) -> np.ndarray:
@@ -185,8 +167,12 @@ def resized_size(height: int, width: int, short_side: int, long_side: int) -> tu
     return (short_side, other) if height <= width else (other, short_side)
 
 
-def _place(boxes: np.ndarray, scale: tuple[float, float], flip: bool, width: int, height: int) -> np.ndarray:
+def _place(
+    boxes: np.ndarray, scale: tuple[float, float], flip: bool, width: int, height: int, exact: bool
+) -> np.ndarray:
     placed = boxes * np.array([*scale, *scale], np.float32)
     if flip:
-        placed = flip_horizontally(placed, width)
+        placed = flip_horizontally(placed, width + exact)
+    if exact:
+        return placed.astype(np.float32)
     return np.clip(placed, 0, [width - 1, height - 1, width - 1, height - 1]).astype(np.float32)

@@ -11,7 +11,6 @@ vlbert/data/batch.py.
     visual_attention_mask  [B, R]               0 at padding; a row of zeros has no image; default: no padding
     boxes                  float [B, R, 4]      x1 y1 x2 y2 in pixels of the resized image; the first is the whole image
     image_sizes            int64 [B, 2]         (height, width) of each resized image; default: those of pixel_values
-    locations              float [B, R, 5]      relative corners and area of the boxes; default: computed from `boxes`
 
 The other inputs are named as in Batch: token_region (same shape as input_ids), region_masked and region_classes [B, R],
 cells [B, R, S, S] and averaged_over [B]. By default, no word mentions a region and no region is masked.
@@ -33,7 +32,6 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
     visual_attention_mask: Tensor | None = None,
     boxes: Tensor | None = None,
     image_sizes: Tensor | None = None,
-    locations: Tensor | None = None,
     token_region: Tensor | None = None,
     region_masked: Tensor | None = None,
     region_classes: Tensor | None = None,
@@ -70,7 +68,6 @@ def to_batch(  # noqa: PLR0913  the inputs of all models
         "boxes": (boxes, torch.float32),
         "masked": (like if region_masked is None else region_masked, torch.bool),
         "features": (visual_embeds, torch.float32),
-        "locations": (locations, torch.float32),
         "cells": (cells, torch.float32),
         "classes": (region_classes, torch.int64),
     }
@@ -116,8 +113,7 @@ def from_batch(batch: Batch) -> dict[str, Tensor]:
         inputs["region_classes"] = batch.region_classes[first]
     if batch.averaged_over.tolist() != [max(1, batch.sizes.regions[row] - 1) for row in batch.image_rows.tolist()]:
         inputs["averaged_over"] = _by_text(batch.averaged_over, batch, first)
-    regions = {"visual_embeds": batch.features, "locations": batch.locations, "cells": batch.cells}
-    for name, values in regions.items():
+    for name, values in (("visual_embeds", batch.features), ("cells", batch.cells)):
         if len(values):
             inputs[name] = features_by_row(values, batch)[first]
     if batch.pixels:

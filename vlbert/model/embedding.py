@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vlbert.config import TASK_TOKENS, ModelConfig
 from vlbert.data.batch import Batch
-from vlbert.data.boxes import geometry_embedding
+from vlbert.data.boxes import box_location, geometry_embedding
 from vlbert.model.layers import LAYER_NORM_EPS, Streams
 
 REGION_SEGMENT = 2  # segment C; A and B are 0 and 1
@@ -177,6 +177,8 @@ class SeparateEmbedding(nn.Module):
 
     positions_behind_text = 0  # regions have no position
 
+    whole_image_location: Tensor
+
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
         self.config = config
@@ -192,6 +194,7 @@ class SeparateEmbedding(nn.Module):
         self.region_segments = nn.Embedding(2, region_size) if config.region_segment else None
         self.region_norm = nn.LayerNorm(region_size, eps=LAYER_NORM_EPS)
         self.dropout = nn.Dropout(config.dropout)
+        self.register_buffer("whole_image_location", torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]), persistent=False)
         if config.regions.masks_features and config.regions.masked_features == "learned":
             self.masked_appearance = nn.Embedding(1, config.regions.channels)
 
@@ -238,5 +241,7 @@ class SeparateEmbedding(nn.Module):
             regions = appearance.float().masked_fill(whole_image, 0.0)
             mean = _features_by_image(regions, batch, len(batch.image_rows)).sum(dim=1) / batch.averaged_over[:, None]
             appearance = torch.where(whole_image, mean[images].to(appearance.dtype), appearance)
-        regions = self.visual(appearance) + self.location(batch.locations)
+        location = box_location(batch.of_real_regions(batch.boxes), batch.image_sizes[images])
+        location = torch.where(whole_image, self.whole_image_location.to(location.dtype), location)
+        regions = self.visual(appearance) + self.location(location)
         return regions if self.region_segments is None else regions + self.region_segments.weight[1]

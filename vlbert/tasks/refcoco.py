@@ -8,7 +8,7 @@ ground-truth regions; 71.60, 77.72 and 60.99 % with MAttNet's detections.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -124,7 +124,7 @@ class RefCOCO(Task):
             regions = sample.require_regions().boxes / to_stored
         else:
             regions = np.array(regions, np.float64).reshape(-1, 4)
-            image = image.with_boxes(regions * to_stored, keep_regions=False)
+            image = replace(image, boxes=image.boxes[:1]).with_boxes(regions * to_stored)
         if self.settings.adds_ground_truth and not annotation.held_out:
             objects = np.array(expression.objects, np.float64).reshape(-1, 4)
             image, regions = image.with_boxes(objects * to_stored), np.concatenate([regions, objects])
@@ -134,7 +134,8 @@ class RefCOCO(Task):
         if expression.box:
             answer = np.array([expression.box]) * to_stored
             if self.settings.target == "iou":
-                iou = overlap(self.settings.iou, image.stored_boxes, answer[0])
+                stored = np.concatenate([[[0, 0, sample.width, sample.height]], regions * to_stored])
+                iou = overlap(self.settings.iou, stored, answer[0])
                 target = np.where(candidate & (iou >= 0.5), iou, 0.0)
             else:
                 iou = overlap(self.settings.iou, image.boxes, image.place(answer)[0])

@@ -8,7 +8,7 @@ large model has 75.5, 77.9 and 58.9 on val, and 75.8, 78.4 and 59.7 on test.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -154,7 +154,7 @@ class VCR(Task):
     ) -> ImageInput:
         """Return the image with the regions `boxes` [r, 4], in stored pixels. If `rng` is None, no region is masked."""
         if image.features is None:
-            image = image.with_boxes(boxes, keep_regions=False)
+            image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         else:
             image = image.with_matched_features(boxes, self.settings.detected_regions)
         classes = np.zeros(len(image.boxes), np.int64)
