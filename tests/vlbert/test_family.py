@@ -152,6 +152,8 @@ def test_the_five_numbers_of_a_box_are_the_same_where_pixels_are_read():
     config = dataclasses.replace(TINY_MODEL.regions, short_side=51, long_side=77)
     (found,) = read_locations(dataclasses.replace(MODELS["vilbert end to end"], regions=config), task, [sample])
     np.testing.assert_allclose(found[1:], five_numbers(boxes, 96, 64), rtol=3e-7)
+    image = prepare_image(sample, dataclasses.replace(UNICODER_VL.regions, short_side=51), False)
+    np.testing.assert_array_equal(five_numbers(image.place(boxes), *image.size), five_numbers(boxes, 96, 64))
 
 
 @pytest.mark.parametrize("model", ["unicoder-vl", "vilbert end to end"])
@@ -180,11 +182,15 @@ def plus_one_iou(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
     return width * height / (areas[0] + areas[1] - width * height)
 
 
-def soft_targets(boxes: np.ndarray, size: tuple[int, int], answer: np.ndarray) -> np.ndarray:
-    """The targets that our task gives the whole image and the regions, with the settings of ViLBERT's recipe."""
+def soft_targets(boxes: np.ndarray, size: tuple[int, int], answer: np.ndarray, shipped: int = 1) -> np.ndarray:
+    """The targets that our task gives the whole image and the regions, with the settings of ViLBERT's recipe.
+
+    The data set's own image is `shipped` times as large as the stored one.
+    """
     task = RefCOCO(finetune_refcoco_vilbert().task, CAPTION_WORDS, len(CLASSES))
     query = task.annotation_for("red")
-    query = dataclasses.replace(query, expression=dataclasses.replace(query.expression, box=tuple(answer.tolist())))
+    box = {"box": tuple((answer * shipped).tolist()), "image_size": (size[0] * shipped, size[1] * shipped)}
+    query = dataclasses.replace(query, expression=dataclasses.replace(query.expression, **box))
     sample = with_boxes(boxes.astype(np.float32), size, "", np.zeros((len(boxes), CHANNELS), np.float16))
     regions = dataclasses.replace(UNICODER_VL.regions, short_side=600, long_side=1000)
     return task.example(sample, prepare_image(sample, regions, False), query, None).image.labels["target"]
@@ -194,7 +200,8 @@ def test_soft_targets_are_measured_in_the_stored_image_and_kept_at_one_half():
     box, answer = np.array([[19.3, 271.9, 307.0, 281.3]]), np.array([11.5, 270.8, 314.5, 287.1])
     assert soft_targets(box, (333, 500), answer)[1] == pytest.approx(288.7 * 10.4 / (304 * 17.3), rel=1e-6)
     half, whole = np.array([[10, 10, 19, 14], [10, 10, 19, 13]]), np.array([10.0, 10, 19, 19])
-    assert soft_targets(half, (64, 48), whole).tolist() == [0, 0.5, 0]
+    for shipped in (1, 4):
+        assert soft_targets(half, (64, 48), whole, shipped).tolist() == [0, 0.5, 0]
     assert soft_targets(half, (20, 9), np.array([0.0, 0, 20, 9]))[0] == 1, "the whole image is 0 0 W H"
     rng, above = np.random.default_rng(0), 0
     for width, height in rng.integers(20, 1025, (60, 2)).tolist():
