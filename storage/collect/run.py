@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ IMAGES = "images"
 SHARDS_AT_ONCE = 5  # shards of a group in parallel: while one waits for slow servers, the others continue
 # Fewer rows on fewer hosts may all be gone. With more, the cause is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
-_REPORT_SECONDS = 10.0  # minimum seconds between two lines of progress
+_REPORT_SECONDS, _REPORTS = 10.0, 6  # seconds between two lines of progress, and lines from which the time left follows
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
     Status.BAD_URL: "Set columns to the columns of URL and caption; for file names, set images to their folder",
@@ -207,20 +207,25 @@ class _GroupCollector:
     claims: Claims
     withdrawn: Withdrawn
     counts: dict[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)  # shard -> rows by status, if done
-    due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)  # of the next line
 
     def count(self) -> dict[str, int]:
         """Return the number of rows with each status, over all finished shards."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
-    def finish(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Record that a shard is finished, with its row counts by status. Log the progress at intervals."""
-        self.counts[part.shard] = counts
-        if time.monotonic() >= self.due:
+    async def report(self, downloader: Downloader | None) -> None:
+        """Log the progress at intervals. The time left follows from the last minute and from the URLs that hang."""
+        before: deque[tuple[float, int]] = deque(maxlen=_REPORTS)
+        while True:
             counts = Counter(self.group.before) + Counter(self.count())
-            name, seconds = self.settings.name, time.monotonic() - self.group.started
-            self.log(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
-            self.due = time.monotonic() + _REPORT_SECONDS
+            in_progress, waiting = downloader.progress() if downloader else (0, 0.0)
+            now, done = time.monotonic(), counts.total() + in_progress
+            if before:
+                rate = (done - before[0][1]) / (now - before[0][0])
+                left = max((self.group.rows - done) / rate, waiting) if rate else None
+                seconds = now - self.group.started
+                self.log(progress_line(self.settings.name, done, self.group.rows, "rows", counts, seconds, left))
+            before.append((now, done))
+            await asyncio.sleep(_REPORT_SECONDS)
 
     async def collect(self) -> None:
         """Collect all shards of the group: a few at a time if they are downloaded, one at a time if imported."""
@@ -238,7 +243,11 @@ class _GroupCollector:
 
         with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
             async with Downloader(download) if is_download else contextlib.nullcontext() as downloader:
-                await run_all(claim_and_collect(part) for part in self.group.parts)
+                reports = asyncio.create_task(self.report(downloader))
+                try:
+                    await run_all(claim_and_collect(part) for part in self.group.parts)
+                finally:
+                    reports.cancel()
 
     async def in_thread(self, function: Callable, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.files, function, *arguments)
@@ -246,7 +255,7 @@ class _GroupCollector:
     async def collect_shard(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
         """Collect one shard: read its rows, download or import their images, and commit the result."""
         if committed := await self.in_thread(self.count_committed, part):
-            self.finish(part, committed)
+            self.counts[part.shard] = committed
             return
         rows = await self.in_thread(self.rows.read, part.start, part.stop)
         replaces, before = await self.in_thread(self.read_committed, part, rows, spool)
@@ -262,8 +271,7 @@ class _GroupCollector:
         for row in collected:  # a retried row whose host is still unreachable keeps its earlier result
             if row.row not in results or row.status not in UNREACHABLE:
                 results[row.row] = row
-        statuses = Counter(row.status for row in results.values())
-        self.finish(part, statuses)
+        self.counts[part.shard] = statuses = Counter(row.status for row in results.values())
         if replaces:
             must_commit = any(results[number].status != row.status for number, row in before.items())
         else:  # a new shard without an image is not committed while its dataset has none

@@ -384,6 +384,27 @@ def test_a_collection_that_is_ended_goes_on_and_only_a_kill_leaves_a_claim(numbe
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
 
 
+def test_a_collection_that_stood_still_asks_again_and_blames_no_server(web: Web, local: Catalog, tmp_path: Path):
+    """It is stopped for longer than a URL's deadline, as with a virtual machine that is paused, in its only pass."""
+    answer = raw(b"", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", encode(draw()), pause=0.3)
+    lines = [f"caption {i}\t{web.put(f'/still/{i}.jpg', answer)}" for i in range(60)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=60)
+    command = [*command_of(web, local.store.uri(), settings), "--download.deadline=3", "--download.retries=0"]
+    running = subprocess.Popen(command, cwd=PROJECT)
+    try:
+        for count in (5, 40):
+            while len(web.requests) < count:
+                assert running.poll() is None
+                time.sleep(0.01)
+            running.send_signal(signal.SIGSTOP)
+            time.sleep(4)
+            running.send_signal(signal.SIGCONT)
+        assert running.wait(60) == 0
+    finally:
+        running.kill()
+    assert local.counts(IMAGES) == {"ok": 60}
+
+
 LIST = {"name": "x", "captions": "a.tsv"}
 
 

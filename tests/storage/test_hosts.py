@@ -148,6 +148,80 @@ def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_
     assert away.seconds < 60  # not 10 s for each eight
 
 
+def mixed(parts: int, recovers: bool, wait: str) -> tuple[list[str], Callable[..., Answer], Counter[str]]:
+    """4,000 good URLs of one host among 1,090 that hang or are refused, and the statuses they should get; or a part.
+
+    Those refused with 429 or 503 are served when they are asked again, or never.
+    """
+    wanted = Counter(ok=4000, timeout=50, http_404=400, http_429=320, http_503=320)
+    wanted = Counter({status: count // parts for status, count in wanted.items()})
+    kinds = list(wanted.elements())
+    random.Random(0).shuffle(kinds)
+    asked = Counter()
+
+    def serve(url: yarl.URL, *_: object) -> Answer:
+        kind = kinds[int(url.name)]
+        asked[url.name] += 1
+        if kind == "timeout":
+            return Answer(None)
+        if kind == "ok" or (recovers and asked[url.name] > 1 and kind in ("http_429", "http_503")):
+            return Answer(0.003)
+        return Answer(0.003, int(kind[5:]), headers={"Retry-After": wait} if kind == "http_429" else {})
+
+    if recovers:
+        wanted["ok"] += wanted.pop("http_429") + wanted.pop("http_503")
+    return urls_of(*range(len(kinds))), serve, wanted
+
+
+@pytest.mark.parametrize(
+    ("parts", "recovers", "wait", "bound"),
+    [(1, False, "1", 60), (5, False, "20", 60), (5, False, "soon", 40), (5, True, "1", 60)],
+)
+def test_bad_urls_of_a_host_hold_up_none_of_its_good_ones(parts: int, recovers: bool, wait: str, bound: float):
+    """20 s of it are those of a URL that hangs in both passes. One URL after another, all took 600 s, a fifth 140 s."""
+    urls, serve, wanted = mixed(parts, recovers, wait)
+    done = collected(urls, serve, 5)
+    assert done.statuses == wanted
+    assert done.seconds < bound
+
+
+@pytest.mark.parametrize("wait", ["", "1", "3"])
+@pytest.mark.parametrize("rate", [2, 5, 20])
+def test_a_host_that_serves_so_many_a_second_loses_no_url_and_is_not_pressed(rate: int, wait: str):
+    """With a token bucket, as nginx, Apache and the CDNs have one."""
+    tokens, last = float(rate), 0.0
+
+    def serve(_: yarl.URL, now: float, __: int) -> Answer:
+        nonlocal tokens, last
+        tokens, last = min(rate, tokens + (now - last) * rate), now
+        tokens -= (served := tokens >= 1)
+        return Answer(0.05, 200 if served else 429, headers={} if served or not wait else {"Retry-After": wait})
+
+    done = collected(urls_of(*range(400)), serve, 5)
+    assert done.statuses == {"ok": 400}
+    assert done.seconds < 3 * 400 / rate
+    assert done.network.counts.total() < (1000 if wait != "3" else 4000)
+
+
+@pytest.mark.parametrize("stalls", [[2.0], [0.05, 12.0, 30.0]], ids=str)
+@pytest.mark.parametrize("second_pass", [False, True])
+def test_time_in_which_this_process_did_not_run_is_charged_to_no_url(stalls: list[float], second_pass: bool):
+    """It stops for 25 s at such times. What was sent meanwhile is lost, as with a server whose own patience is less."""
+    left = [10.0 + stall if second_pass else stall for stall in stalls]
+
+    def serve(url: yarl.URL, now: float, _: int) -> Answer:
+        if left and now >= left[0]:
+            left.pop(0)
+            asyncio.get_running_loop().pass_time(25)
+            return Answer(None)
+        hangs = second_pass and now < 9 and int(url.name) % 2
+        return Answer(None if hangs else 0.05 + 0.2 * (int(url.name) % 10))
+
+    done = collected(urls_of(*range(200)), serve, 2)
+    assert done.statuses == {"ok": 200}
+    assert not left
+
+
 def test_a_fast_host_is_downloaded_at_its_pace_and_an_overloaded_one_is_not_pressed():
     urls = urls_of(*range(800))
     fast = collected(urls, lambda url, *_: Answer(0.2 if int(url.name) % 100 else None), 2, retries=0)
@@ -220,9 +294,9 @@ def test_a_failure_is_retried_so_often_and_a_timeout_not_at_once():
     (url,) = urls_of("a")
     for answers, retries, status, count in (
         ([Answer(None)], 0, "timeout", 1),
-        ([Answer(status=503)], 2, "http_503", 4),
-        ([Answer(status=503), Answer(status=502)], 1, "http_502", 3),  # the last failure counts
-        ([Answer(None), Answer(status=503), Answer()], 2, "http_503", 2),
+        ([Answer(status=503)], 2, "http_503", 5),
+        ([Answer(status=503), Answer(status=502)], 1, "http_502", 4),  # the last failure counts
+        ([Answer(None), Answer(status=503), Answer()], 2, "ok", 3),
         ([Answer(refused=True)], 2, "connect", 3),  # after two, its host is silent
         ([Answer(status=503, headers={"Retry-After": "31"}), Answer()], 2, "http_503", 1),
         *(([Answer(status=503, headers={"Retry-After": text}), Answer()], 2, "ok", 2) for text in NOT_NUMBERS),
