@@ -1,8 +1,8 @@
 """The settings of a run, as frozen dataclasses that check their values on construction."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from detectors.resnet import ResNetConfig
 from storage.settings import Weights, check, check_choices, check_positive, flat, to_json
@@ -19,9 +19,6 @@ class RegionConfig:
     resnet: ResNetConfig = ResNetConfig(stem_pool="torch")  # ResNet-101; the authors pad its first pooling layer
     short_side: int = 600  # pixels; images are resized until the short side has this length ...
     long_side: int = 1000  # ... or the long side has this one, whichever gives the smaller image
-    # false: boxes are clipped to the last pixel of the resized image, as in VL-BERT's code. true, and always with the
-    # separate embedding: boxes are not clipped; with precomputed features, they are in pixels of the stored image
-    exact_boxes: bool = False
     roi_size: int = 14  # RoIAlign returns roi_size x roi_size cells per region
     frozen_stages: int = 2  # first stages that are not trained, 0 to 5; 2: conv1 and res2, as in the authors' code
     weights: str | None = None  # safetensors file of a detector whose ResNet initialises backbone and res5
@@ -38,6 +35,9 @@ class RegionConfig:
     # code. fixed: each to short_side x long_side (portrait: long_side x short_side), as in the authors' VCR. Features
     # near an image's right and lower border depend on this.
     padding: Literal["groups", "batch", "fixed"] = "groups"
+    exact_boxes: ClassVar[bool] = (
+        False  # as in VL-BERT's code: boxes are clipped to the last pixel of the resized image
+    )
 
     def __post_init__(self):
         check_choices(self)
@@ -57,6 +57,15 @@ class RegionConfig:
     def masks_features(self) -> bool:
         """True if masking replaces a region's vector instead of its pixels."""
         return self.features == "precomputed" or self.masking == "features"
+
+
+class ExactRegionConfig(RegionConfig):
+    """The RegionConfig of a model with the separate embedding; ModelConfig converts to it.
+
+    Boxes are not clipped. With precomputed features, they are in pixels of the stored image.
+    """
+
+    exact_boxes: ClassVar[bool] = True
 
 
 TASK_TOKENS = 20  # rows of the task token table, as in 12-in-1
@@ -120,8 +129,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_choices(self)
-        if self.embedding == "separate":
-            object.__setattr__(self, "regions", replace(self.regions, exact_boxes=True))
+        kind = ExactRegionConfig if self.embedding == "separate" else RegionConfig
+        object.__setattr__(self, "regions", kind(**vars(self.regions)))
         check(self, self.layers and not self.layers.strip("JTVX"), "layers", "a string of the letters J, T, V and X")
         check_positive(
             self, "hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels",

@@ -102,7 +102,7 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
     """Decode a sample's image, resize it (see `resized_size`), and mirror it if `flip` is True.
 
     With precomputed features, only the boxes are transformed and no image is decoded; if they are exact
-    (RegionConfig.exact_boxes), the image keeps its size. Raises ValueError, naming the
+    (ExactRegionConfig), the image keeps its size. Raises ValueError, naming the
     sample, if it has no regions, if its features are missing or of another size, or if its JPEG cannot be decoded.
     """
     regions = sample.require_regions()
