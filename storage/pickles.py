@@ -105,7 +105,7 @@ def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()
-    except UnsafePickle:
+    except (UnsafePickle, MemoryError):
         raise
     except Exception as error:  # a pickle is a program and can raise anything
         reason = f"{type(error).__name__}: {printable(error)[:200]}"

@@ -2,7 +2,9 @@
 
 import dataclasses
 import gzip
+import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,9 +232,9 @@ def cut(write: Writer, part: str = "") -> Writer:
         (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
         (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
-        (cut(write_json), [], "f is damaged or not a zip file"),
+        (cut(write_json), [], "f is damaged or not a feature file"),
         (cut(write_lmdb, "data.mdb"), [], "f is truncated"),
-        (cut(write_h5), [], "f is damaged or not an HDF5 file"),
+        (cut(write_h5), [], "f is damaged or not a feature file"),
         (flat_h5, [], "f has image_features but no group for each image"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=HOSTILE), [], "wants to load builtins.print"),
     ],
@@ -242,3 +244,61 @@ def test_an_unusable_file_is_named_before_anything_is_detected(
 ):
     with pytest.raises(ValueError, match=message):
         detector_of(make(tmp_path / "f"), *more)
+
+
+PAGE = 4096  # of an LMDB
+
+
+def damaged(data: bytes, rng: np.random.Generator) -> bytes:
+    """Changed in up to ten bytes, cut, with a run of zeros or of 255, or with two of its pages swapped."""
+    names = [match.start() for match in re.finditer(rb"00000\d", data)]  # lengths and offsets are before them
+    places = rng.integers(0, len(data), 10)
+    if rng.integers(2) and names:
+        places = (rng.choice(names, 10) - rng.geometric(0.1, 10)).clip(0)
+    changed, kind, first = bytearray(data), rng.integers(5), int(places[0])
+    if kind == 0:
+        for place in places[: rng.integers(1, 11)]:
+            changed[place] = rng.integers(256)
+    elif kind == 1:
+        del changed[first:]
+    elif kind == 2:
+        size = PAGE if len(data) > 4 * PAGE else 256
+        one, other = (slice(place // size * size, (place // size + 1) * size) for place in places[:2])
+        changed[one], changed[other] = data[other], data[one]
+    else:
+        length = min(int(rng.choice([1, 8, 512])), len(data) - first)
+        changed[first : first + length] = bytes([0 if kind == 3 else 255]) * length
+    return bytes(changed)
+
+
+# Its writer, the file to damage, and what else the detector must be told. An LMDB keeps the larger rows in pages of
+# their own.
+FUZZED: dict[str, tuple[Writer, str, list[str]]] = {
+    "tsv": (write_tsv, "", []),
+    "f.zip": (write_json, "", []),
+    "npz": (write_npz, "000001.npz", []),
+    "lmdb": (write_lmdb, "data.mdb", []),
+    "h5": (write_h5, "", LAST),
+}
+DAMAGED_FILES = int(os.environ.get("DAMAGED_FILES", "200"))
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_a_damaged_file_is_named_or_costs_its_images_alone(name: str, tmp_path: Path):
+    write, part, more = FUZZED[name]
+    samples = [a_sample(number) for number in range(4)]
+    file = write(tmp_path / name, [features_of(number, boxes=1 + number % 2 * 4, channels=300) for number in range(4)])
+    target, config = file / part, parse(DetectionConfig, fields_of(file, *more))
+    data, good = target.read_bytes(), make_detector(config).detect(samples)
+    assert all(isinstance(regions, Regions) for regions in good)
+    for seed in range(DAMAGED_FILES):
+        target.write_bytes(damaged(data, np.random.default_rng(seed)))
+        try:
+            messages = [f"{file} : {found}" for found in make_detector(config).detect(samples) if type(found) is str]
+        except ValueError as error:
+            messages = [str(error)]
+        assert all(message.startswith(f"{file}") and "\n" not in message for message in messages), (seed, messages)
+    target.write_bytes(data)
+    again = make_detector(config).detect(samples)
+    for before, after in zip(good, again, strict=True):
+        assert all(np.array_equal(getattr(before, name), getattr(after, name)) for name in ("boxes", "features"))
