@@ -6,14 +6,13 @@ The files are untrusted: storage/pickles.py reads pickled values, links to other
 detectors/feature_reader.py calls this module in a child process. Messages begin after the name of the file or row.
 """
 
-import contextlib
 import hashlib
 import io
 import os
 import re
 import zipfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,6 @@ _COLUMNS = {
 }
 _EXTENSION = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|json|npz)$", re.IGNORECASE)
 _LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
-_NUMBERS = re.compile(r"[fiu][1248]|b1")
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # after the 16 bytes of the first page's header
 _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not images
 
@@ -72,10 +70,8 @@ class FeatureRows:
             ours = _OURS.get(name) if type(name) is str else None
             if ours and value is not None:
                 value = value.item() if isinstance(value, np.generic) else value
-                if isinstance(value, np.ndarray) and not _NUMBERS.fullmatch(value.dtype.str[1:]):
-                    if value.size != 1:
-                        raise ValueError(f"has {ours} of type {value.dtype}, not numbers")
-                    value = value.item()
+                if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
+                    value = value.item() if value.size == 1 else value.tolist()
                 fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
         return fields
 
@@ -182,21 +178,12 @@ def _open_lmdb(path: Path) -> FeatureRows:
         import lmdb
     except ImportError as error:
         raise UnusableFile("is an LMDB; to read it, run pip install 'vlbert[features]'") from error
-    file = path / "data.mdb" if path.is_dir() else path
 
-    @contextlib.contextmanager
-    def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Context manager that opens the database for one read."""
-        # Opened each time, in under 1 ms, because a process may not have the database open twice.
-        options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
-        with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:
-            # Access to a page beyond the end of the file crashes the process.
-            if (database.info()["last_pgno"] + 1) * database.stat()["psize"] > file.stat().st_size:
-                raise UnusableFile("is truncated: its header states a larger size; download it again")
-            yield transaction
+    options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
+    database = lmdb.open(str(path), subdir=path.is_dir(), **options)
 
     def fields(row: int) -> Iterable[tuple[Any, Any]]:
-        with open_transaction() as transaction:
+        with database.begin() as transaction:
             value = bytes(transaction.get(keys[row], b""))
         _check_length(len(value))
         entry = read_pickle(value)
@@ -204,9 +191,13 @@ def _open_lmdb(path: Path) -> FeatureRows:
             raise ValueError(f"is {short_repr(entry)}, not a dict of fields; write each value with its name")
         return entry.items()
 
-    with open_transaction() as transaction, transaction.cursor() as cursor:
+    with database.begin() as transaction, transaction.cursor() as cursor:
         keys = [bytes(key) for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
-    return FeatureRows([key.decode("utf-8", "replace") for key in keys], partial(sha256_of, file), fields)
+    return FeatureRows(
+        [key.decode("utf-8", "replace") for key in keys],
+        partial(sha256_of, path / "data.mdb" if path.is_dir() else path),
+        fields,
+    )
 
 
 def _open_h5(path: Path) -> FeatureRows:

@@ -233,7 +233,7 @@ def cut(write: Writer, part: str = "") -> Writer:
         (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
         (cut(write_json), [], "f is damaged or not a feature file"),
-        (cut(write_lmdb, "data.mdb"), [], "f is truncated"),
+        (cut(write_lmdb, "data.mdb"), [], "f is damaged: reading it ends with Bus error; download it again"),
         (cut(write_h5), [], "f is damaged or not a feature file"),
         (flat_h5, [], "f has image_features but no group for each image"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=HOSTILE), [], "wants to load builtins.print"),
@@ -251,10 +251,11 @@ PAGE = 4096  # of an LMDB
 
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     """Changed in up to ten bytes, cut, with a run of zeros or of 255, or with two of its pages swapped."""
-    names = [match.start() for match in re.finditer(rb"00000\d", data)]  # lengths and offsets are before them
+    # Near these are the lengths and offsets.
+    marks = [match.start() for match in re.finditer(rb"00000\d|TREE|SNOD|HEAP|PK", data)]
     places = rng.integers(0, len(data), 10)
-    if rng.integers(2) and names:
-        places = (rng.choice(names, 10) - rng.geometric(0.1, 10)).clip(0)
+    if rng.integers(2) and marks:
+        places = (rng.choice(marks, 10) + rng.normal(0, 8, 10).astype(int)).clip(0, len(data) - 1)
     changed, kind, first = bytearray(data), rng.integers(5), int(places[0])
     if kind == 0:
         for place in places[: rng.integers(1, 11)]:
