@@ -43,7 +43,7 @@ _COLUMNS = {
     10: "img_id img_h img_w objects_id objects_conf attrs_id attrs_conf num_boxes boxes features",
 }
 _EXTENSION = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|json|npz)$", re.IGNORECASE)
-_LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
+LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # after the 16 bytes of the first page's header
 _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not images
 
@@ -102,7 +102,7 @@ def _open_tsv(path: Path) -> FeatureRows:
     The first line may name the columns. Otherwise, the number of columns selects their names in _COLUMNS.
     """
     stream = open(path, "rb")  # noqa: SIM115  stays open for reads by offset
-    first = stream.readline(_LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
+    first = stream.readline(LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
     has_header = "boxes" in {_OURS.get(name) for name in first}
     if not has_header and len(first) not in _COLUMNS:
         raise UnusableFile(
@@ -115,9 +115,9 @@ def _open_tsv(path: Path) -> FeatureRows:
         raise UnusableFile(f"has the columns {printable(', '.join(first))}, but none for the image_id")
     digest, offsets, names, offset = hashlib.sha256(), array("q"), [], 0
     stream.seek(0)
-    while line := stream.readline(_LONGEST_ROW):
-        if len(line) == _LONGEST_ROW:
-            raise UnusableFile(f"has a line of more than {_LONGEST_ROW} bytes; it is not a TSV of features")
+    while line := stream.readline(LONGEST_ROW):
+        if len(line) == LONGEST_ROW:
+            raise UnusableFile(f"has a line of more than {LONGEST_ROW} bytes; it is not a TSV of features")
         digest.update(line)
         if line.strip() and not (has_header and offset == 0):
             offsets.append(offset)
@@ -126,7 +126,7 @@ def _open_tsv(path: Path) -> FeatureRows:
 
     def fields(row: int) -> Iterable[tuple[str, str]]:
         stream.seek(offsets[row])
-        cells = stream.readline(_LONGEST_ROW).rstrip(b"\r\n").split(b"\t")
+        cells = stream.readline(LONGEST_ROW).rstrip(b"\r\n").split(b"\t")
         if len(cells) != len(columns):
             raise ValueError(f"has {len(cells)} columns, not {len(columns)}; it is truncated or in another format")
         return zip(columns, map(_decode_cell, cells), strict=True)
@@ -157,16 +157,12 @@ def _open_members(path: Path) -> FeatureRows:
     def fields(row: int) -> Iterable[tuple[str, Any]]:
         name = members[row]
         if path.is_dir() or path.suffix == ".npz":
-            file = path / name if path.is_dir() else path
-            _check_length(file.stat().st_size)
-            data = file.read_bytes()
+            data = (path / name if path.is_dir() else path).read_bytes()
         else:
-            _check_length(archive.getinfo(name).file_size)
             data = archive.read(name)
         if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            _check_length(sum(member.file_size for member in arrays.zip.infolist()))
             return [(name, arrays[name]) for name in arrays if name in _OURS]
 
     return FeatureRows([stem_of(name) for name in members], sha256, fields)
@@ -178,14 +174,15 @@ def _open_lmdb(path: Path) -> FeatureRows:
         import lmdb
     except ImportError as error:
         raise UnusableFile("is an LMDB; to read it, run pip install 'vlbert[features]'") from error
-
+    file = path / "data.mdb" if path.is_dir() else path
     options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
     database = lmdb.open(str(path), subdir=path.is_dir(), **options)
+    if (database.info()["last_pgno"] + 1) * database.stat()["psize"] > file.stat().st_size:
+        raise UnusableFile("is truncated: its header states a larger size; download it again")
 
     def fields(row: int) -> Iterable[tuple[Any, Any]]:
         with database.begin() as transaction:
             value = bytes(transaction.get(keys[row], b""))
-        _check_length(len(value))
         entry = read_pickle(value)
         if not isinstance(entry, dict):
             raise ValueError(f"is {short_repr(entry)}, not a dict of fields; write each value with its name")
@@ -193,11 +190,7 @@ def _open_lmdb(path: Path) -> FeatureRows:
 
     with database.begin() as transaction, transaction.cursor() as cursor:
         keys = [bytes(key) for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
-    return FeatureRows(
-        [key.decode("utf-8", "replace") for key in keys],
-        partial(sha256_of, path / "data.mdb" if path.is_dir() else path),
-        fields,
-    )
+    return FeatureRows([key.decode("utf-8", "replace") for key in keys], partial(sha256_of, file), fields)
 
 
 def _open_h5(path: Path) -> FeatureRows:
@@ -226,21 +219,12 @@ def _open_h5(path: Path) -> FeatureRows:
             value = group[name] if is_inside(group, name, h5py.Dataset) else None
             if value is None or value.is_virtual or value.external or value.dtype.kind not in "fiuSO":
                 raise ValueError(f"{name} is not a dataset of numbers in this file")
-            _check_length(value.nbytes)
             yield name, value[()]
 
     return FeatureRows(names, partial(sha256_of, path), fields)
-
-
-# --- used by several formats ------------------------------------------------------------------------------------------
 
 
 def _decode_cell(raw: bytes) -> str:
     """Decode a TSV cell, and remove the b'...' that Python 2 programs put around it when run with Python 3."""
     text = raw.decode("utf-8", "replace")
     return text[2:-1] if text[:2] in ("b'", 'b"') and text[-1:] == text[1] else text
-
-
-def _check_length(length: int) -> None:
-    if length > _LONGEST_ROW:
-        raise ValueError(f"has {length} bytes, more than the limit of {_LONGEST_ROW}")

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from detectors.feature_files import FeatureRows, UnusableFile, open_rows
+from detectors.feature_files import LONGEST_ROW, FeatureRows, UnusableFile, open_rows
 from storage.memory import is_memory_error
 from storage.pickles import UnsafePickle, read_pickle
 from storage.safe_json import printable
@@ -109,6 +109,8 @@ def _answer_requests(connection: Connection) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0 if row is None else _SECONDS)
         try:
             reply = pickle.dumps((None, _read(opened, path, row)), protocol=5)
+            if row is not None and len(reply) > LONGEST_ROW:
+                raise ValueError(f"has {len(reply)} bytes, more than the limit of {LONGEST_ROW}")
         except Exception as error:  # noqa: BLE001  readers of damaged files raise many types
             reply = pickle.dumps(("memory" if is_memory_error(error) else "file", _describe(error, row)))
         signal.setitimer(signal.ITIMER_PROF, 0)
