@@ -40,24 +40,20 @@ class FeatureFile:
         self.path = path
         try:
             self.names, self.sha256 = self.read(None)
-        except ValueError as error:
-            raise ValueError(f"{path} {error}") from error
+        except (ValueError, MemoryError) as error:
+            raise type(error)(f"{path} {error}") from error
 
     def read(self, row: int | None) -> Any:
         """Return a row's fields by our field names, or the names and the hash of the file if `row` is None.
 
-        Raises ValueError if the row is unusable.
+        Raises ValueError if the row is unusable, and MemoryError if memory is short.
         """
         try:
             problem, value = read_pickle(_ask_child(self.path.absolute(), row))
         except UnsafePickle as error:
             problem, value = "file", _describe(error, row)
-        except MemoryError as error:
-            problem, value = "memory", error
-        if problem == "memory":
-            raise MemoryError(f"{self.path} {value}")
         if problem:
-            raise ValueError(value)
+            raise MemoryError(value) if problem == "memory" else ValueError(value)
         return value
 
     def location(self, row: int) -> str:

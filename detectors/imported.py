@@ -107,7 +107,13 @@ class ImportedDetector:
 
     def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int], Regions]:
         """Return the width and height of a row's image, and its regions. Raises ValueError if the row is unusable."""
-        fields = file.read(number)
+        try:
+            return self._make_regions(file.read(number))
+        except MemoryError as error:
+            name = printable(file.names[number])
+            raise MemoryError(f"{file.path}: {name} needs more memory than this process may use") from error
+
+    def _make_regions(self, fields: Fields) -> tuple[tuple[int, int], Regions]:
         size = _read_integer(fields, "image_w"), _read_integer(fields, "image_h")
         boxes = _read_array(fields, "boxes", np.float32)
         count = _read_integer(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4

@@ -48,11 +48,7 @@ def import_images(
     """
 
     def store_image(image: tuple[str | Place, bytes | Refused]) -> Outcome:
-        try:
-            return image[1].bare() if isinstance(image[1], Refused) else spool_image(image[1], settings, spool)
-        except MemoryError as error:
-            error.add_note(f"while importing {image[0]}")
-            raise
+        return image[1].bare() if isinstance(image[1], Refused) else spool_image(image[1], settings, spool)
 
     images, outcomes = iter(images), {}
     with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:

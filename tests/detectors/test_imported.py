@@ -5,6 +5,8 @@ import gzip
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from imported_features import (
     write_npz,
     write_tsv,
 )
+from places import PROJECT
 from tiny import tiny_sample
 from tiny_detector import commit_images
 
@@ -233,7 +236,7 @@ def cut(write: Writer, part: str = "") -> Writer:
         (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
         (cut(write_json), [], "f is damaged or not a feature file"),
-        (cut(write_lmdb, "data.mdb"), [], "f is damaged: reading it ends with Bus error; download it again"),
+        (cut(write_lmdb, "data.mdb"), [], "f is truncated"),
         (cut(write_h5), [], "f is damaged or not a feature file"),
         (flat_h5, [], "f has image_features but no group for each image"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=HOSTILE), [], "wants to load builtins.print"),
@@ -244,6 +247,47 @@ def test_an_unusable_file_is_named_before_anything_is_detected(
 ):
     with pytest.raises(ValueError, match=message):
         detector_of(make(tmp_path / "f"), *more)
+
+
+def test_a_row_that_leads_out_of_an_lmdb_costs_its_image_alone(tmp_path: Path):
+    """Reading the pages behind the end of a mapped file ends a process with SIGBUS."""
+    file = write_lmdb(tmp_path / "f", [features_of(number, channels=300) for number in range(3)])
+    samples = [a_sample(number) for number in range(3)]
+    detector = detector_of(file)
+    data = bytearray((file / "data.mdb").read_bytes())
+    for name in re.finditer(b"000001", data):
+        length = slice(name.start() - 8, name.start() - 4)  # of the value: two bytes each, the lower first
+        if data[name.start() - 2 : name.start()] == b"\x06\0":  # a page's entry, whose key has six bytes
+            data[length] = b"\xff\xff\x0f\0"
+    (file / "data.mdb").write_bytes(data)
+    first, bad, last = detector.detect(samples)
+    assert bad.startswith("bad_features: f: 000001 is damaged: reading it ends with "), bad
+    assert isinstance(first, Regions)
+    assert isinstance(last, Regions)
+
+
+LIMITED = """
+import resource, sys
+from detectors.config import DetectionConfig
+from detectors.run import make_detector
+from storage.programs import Command
+from storage.settings import parse
+config = parse(DetectionConfig, sys.argv[1:])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20,) * 2)
+Command("vlbert detect", lambda: make_detector(config))([])
+"""
+
+
+@pytest.mark.parametrize("write", [write_lmdb, write_h5, write_tsv, write_json])
+def test_a_lack_of_memory_stops_the_import_with_one_line(write: Writer, tmp_path: Path):
+    """The row has 43 MB, and there are 60 MiB left."""
+    file = write(tmp_path / "f", [features_of(0, boxes=900, channels=12_000)])
+    command = [sys.executable, "-c", LIMITED, *fields_of(file, *(LAST if write is write_h5 else []))]
+    program = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert (program.returncode, program.stderr.count("\n")) == (1, 1), program.stderr
+    assert program.stderr.startswith(f"vlbert detect: {file}")
+    assert "raise `ulimit -v`" in program.stderr
 
 
 PAGE = 4096  # of an LMDB
