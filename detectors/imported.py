@@ -111,7 +111,7 @@ class ImportedDetector:
             return self._make_regions(file.read(number))
         except MemoryError as error:
             name = printable(file.names[number])
-            raise MemoryError(f"{file.path}: {name} needs more memory than this process may use") from error
+            raise MemoryError(f"{file.path}: {name}: {str(error) or 'out of memory'}") from error
 
     def _make_regions(self, fields: Fields) -> tuple[tuple[int, int], Regions]:
         size = _read_integer(fields, "image_w"), _read_integer(fields, "image_h")

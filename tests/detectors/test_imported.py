@@ -266,6 +266,19 @@ def test_a_row_that_leads_out_of_an_lmdb_costs_its_image_alone(tmp_path: Path):
     assert isinstance(last, Regions)
 
 
+@pytest.mark.parametrize(
+    ("length", "status"), [(2**27, "has [0-9]+ bytes, more"), (5 * 2**28, "cannot be .*MemoryError")]
+)
+def test_a_row_that_takes_too_much_memory_costs_its_image_alone(length: int, status: str, tmp_path: Path):
+    file = write_h5(tmp_path / "f", [features_of(0), features_of(1)])
+    with h5py.File(file, "r+") as stream:
+        del stream["000001/features"]
+        stream.create_dataset("000001/features", (length,), np.float32)  # zeros, which take no space in the file
+    good, bad = detector_of(file, *LAST).detect([a_sample(0), a_sample(1)])
+    assert isinstance(good, Regions)
+    assert re.match(f"bad_features: f: 000001 {status}", bad)
+
+
 LIMITED = """
 import resource, sys
 from detectors.config import DetectionConfig
@@ -279,7 +292,13 @@ Command("vlbert detect", lambda: make_detector(config))([])
 """
 
 
-@pytest.mark.parametrize("write", [write_lmdb, write_h5, write_tsv, write_json])
+def large_value(file: Path, images: list[ImageFeatures]) -> Path:
+    """Only the child needs memory."""
+    fields = images[0].by_name() | {"features": np.zeros((900, 1), np.float32), "more": bytes(2**27)}
+    return write_lmdb(file, images[:1], raw=pickle.dumps(fields))
+
+
+@pytest.mark.parametrize("write", [write_lmdb, write_h5, write_tsv, write_json, large_value])
 def test_a_lack_of_memory_stops_the_import_with_one_line(write: Writer, tmp_path: Path):
     """The row has 43 MB, and there are 60 MiB left."""
     file = write(tmp_path / "f", [features_of(0, boxes=900, channels=12_000)])
