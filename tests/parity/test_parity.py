@@ -106,13 +106,23 @@ def test_a_case_that_differs_does_not_pass(
     assert not row.passes, str(row)
 
 
+def test_a_case_with_the_sum_of_the_poolers_is_another_computation(tmp_path: Path):
+    case = json.loads((DATA / "vilbert/vqa_paper.json").read_text())
+    case["config"]["fusion_method"] = "sum"
+    (tmp_path / "changed.json").write_text(json.dumps(case))
+    shutil.copy(DATA / "vilbert/vqa_paper.npz", tmp_path / "changed.npz")
+    row = vilbert.report(tmp_path / "changed.json", "changed")
+    assert not row.passes
+    assert row.differences, row.remark
+
+
 # --- switches ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "switch", "value"),
     [
-        ("vilbert/vqa_paper", "config.fusion_method", "sum"),
+        ("vilbert/vqa_paper", "config.fusion_method", "average"),
         ("vilbert/vqa_paper", "config.in_batch_pairs", True),
         ("vilbert/vqa_paper", "config.v_hidden_act", "relu"),
         ("vilbert/vqa_paper", "config.layer_norm_eps", 1e-5),

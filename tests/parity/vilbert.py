@@ -55,7 +55,8 @@ def load(case: Case, task: str) -> tuple[PublishedViLBert, VLBert, nn.Module]:
     if "J" not in case.metadata["layers"]:
         heads += [config["v_num_attention_heads"], config["bi_num_attention_heads"]]
     token = case.metadata.get("task_id") if config.get("task_specific_tokens") else None
-    hints = Hints(tuple(heads), None if case.metadata["kind"] == "pretrain" else task, token)
+    fusion = "sum" if config.get("fusion_method") == "sum" and len(heads) > 1 else "mul"
+    hints = Hints(tuple(heads), None if case.metadata["kind"] == "pretrain" else task, token, fusion)
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     what = PublishedViLBert.from_shapes(shapes, hints)
     layers = case.metadata["layers"]
@@ -97,7 +98,7 @@ def switches(what: PublishedViLBert) -> dict:
         "bi_num_attention_heads": (coattention.num_heads,),
         "v_biattention_id": ([*range(pairs)],),
         "t_biattention_id": ([*range(text - pairs, text)],),
-        "fusion_method": ("mul",),
+        "fusion_method": ("sum",) if model.pooler == "sum" else ("mul",),
         "objective": (0, 1),
         "visual_target": (0,),
         "task_specific_tokens": (model.task_token is not None,),
