@@ -272,15 +272,12 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
 
 
 def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
-    # A NaN becomes the minimum or maximum, and comparisons with it are false.
-    _, _, right, bottom = np.maximum.reduce(boxes).tolist()
-    sides = np.count_nonzero(boxes[:, 2:] > boxes[:, :2])
-    if np.minimum.reduce(boxes, axis=None) >= 0 and right <= width and bottom <= height and sides == 2 * len(boxes):
-        return
-    for number, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
-        if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
-            problem = f"which has no area inside the {width} x {height} pixels"
-            raise ValueError(f"regions.boxes[{number}] is {[x1, y1, x2, y2]}, {problem}")
+    low, high = boxes[:, :2], boxes[:, 2:]
+    fits = (low >= 0) & (low < high) & (high <= (width, height))  # False for a NaN
+    if not fits.all():
+        number = int(fits.all(axis=1).argmin())
+        problem = f"which has no area inside the {width} x {height} pixels"
+        raise ValueError(f"regions.boxes[{number}] is {boxes[number].tolist()}, {problem}")
 
 
 _ONES = {np.dtype(kind): int(np.ones(1, kind).view(f"u{kind[-1]}")[0]) for kind in ("f2", "f4")}

@@ -100,16 +100,13 @@ class Fetcher:
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
         self.hosts = Hosts(settings.concurrency)
-        self.clock = AwakeClock()
 
     async def __aenter__(self) -> "Fetcher":
         require("aiohttp", "downloading")
         import aiohttp
 
-        self.clock.start()
-        self._parser = ThreadPoolExecutor(
-            1, thread_name_prefix="robots"
-        )  # one, so that the event loop keeps half a core
+        self.clock = AwakeClock(self.hosts.start_waiting)
+        self._parser = ThreadPoolExecutor(1, "robots")  # one, so that the event loop keeps half a core
         settings = self.settings
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
         self.session = aiohttp.ClientSession(
@@ -275,7 +272,7 @@ class Fetcher:
             if not location:
                 raise Refused(Status.HTTP_OTHER, f"HTTP {code} without a Location")
             return location, b""
-        status = Status.of_http(code)
+        status = Status(f"http_{code}") if 400 <= code < 600 else Status.HTTP_OTHER
         raise Refused(status, _status_line(response), _retry_after(response) if status in _SERVER_ERRORS else None)
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:

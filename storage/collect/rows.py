@@ -208,11 +208,7 @@ def _hash(data: bytes) -> str:
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays: the readable rows that repeat an earlier key, and for each, the first row with that key."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
-    order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
-    order = order[~np.isin(order, unreadable)]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = table[order[1:]] != table[order[:-1]]
-    firsts = order[new][np.cumsum(new) - 1] if len(order) else order
-    rows, firsts = order[~new], firsts[~new]
-    ascending = np.argsort(rows)
-    return rows[ascending], firsts[ascending]
+    rows = np.delete(np.arange(len(table)), unreadable)
+    _, firsts, inverse = np.unique(table[rows], return_index=True, return_inverse=True)
+    firsts = rows[firsts[inverse]]
+    return rows[rows != firsts], firsts[rows != firsts]
