@@ -238,9 +238,3 @@ def require_valid(sample: Sample | BadSample) -> Sample:
     if isinstance(sample, BadSample):
         raise sample
     return sample
-
-
-def datasets_with(store: ObjectStore, stage: str) -> list[str]:
-    """Return the sorted names of the datasets that have a committed shard of this stage."""
-    pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{MANIFEST_FILE.pattern}")
-    return sorted({match[1] for info in store.list() if (match := pattern.fullmatch(info.path))})

@@ -74,10 +74,6 @@ class Collected:
     seconds: float
 
 
-class NothingStored(ValueError):
-    """Raised if a dataset has no ok row in any shard, committed or new."""
-
-
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
 
 
@@ -89,7 +85,7 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no shard of the dataset,
+    `run_group` collects one group (default: `collect_group`). Raises ValueError if no shard of the dataset,
     new or older, has an ok row.
     """
     started = time.monotonic()
@@ -130,7 +126,7 @@ def collect(
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # other workers had none
-            raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
+            raise ValueError(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
             log_line(f"collecting {len(missing)} shards again, which had no image or were claimed by another worker")
     new = len(new_shards - headers.keys())
