@@ -103,16 +103,15 @@ def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
 
 def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
     """Yield (key, offset, members' byte ranges) for each sample. With `whole`, the data must be a complete tar."""
-    for key, members in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
-        offsets, ranges = [], {}
+    for key, group in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
+        members, ranges = list(group), {}
         for _, extension, offset, start, end in members:
             if extension in ranges:
                 raise ValueError(
                     f"{name}: member {key}.{extension} at byte {offset} occurs twice; write the shard again"
                 )
-            offsets.append(offset)
             ranges[extension] = start, end
-        yield key, offsets[0], ranges
+        yield key, members[0][2], ranges
 
 
 def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:

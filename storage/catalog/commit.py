@@ -52,7 +52,7 @@ def commit_shard(
                 facts.append(size | {"num_regions": regions, "sha256": sample.sha256})
                 yield sample
 
-    with temporary_folder("commit-") as folder:
+    with temporary_folder() as folder:
         file = folder / f"{shard}.tar"
         spans = write_shard(stored_samples(), file)
         tar, tar_sha256, tar_bytes = None, "", 0

@@ -2,7 +2,7 @@
 
 import asyncio
 import statistics
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Hosts:
 
     def __init__(self, at_once: int):
         self._free = self._at_once = at_once
-        self._hosts: dict[str, Host] = {}
+        self._hosts = defaultdict[str, Host](lambda: Host(min(_INITIAL_LIMIT, at_once)))
         # Hosts with a waiting URL and a free slot, in the order of their turns.
         self._ready: OrderedDict[Host, None] = OrderedDict()
 
@@ -70,8 +70,6 @@ class Hosts:
 
     def host(self, name: str) -> "Host":
         """Return the state of a host, creating it if it is new."""
-        if name not in self._hosts:
-            self._hosts[name] = Host(min(_INITIAL_LIMIT, self._at_once))
         return self._hosts[name]
 
     def record_end(

@@ -167,12 +167,11 @@ def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows
         unreadable += [row.row for row in part if row.status]
         keys += bytes.fromhex("".join(row.key for row in part))
         lines = [
-            (row.key, row.url, row.caption, row.extra and json.dumps(row.extra), row.status, row.detail)
-            + ((row.place.tar, row.place.offset, row.place.size) if row.place else (None, None, None))
+            {name: getattr(row, name) for name in ("key", "url", "caption", "status", "detail")}
+            | {"extra": row.extra and json.dumps(row.extra), **(dataclasses.asdict(row.place) if row.place else {})}
             for row in part
         ]
-        columns = [pa.array(column, field.type) for column, field in zip(zip(*lines, strict=True), _PART, strict=True)]
-        data = _to_parquet(pa.Table.from_arrays(columns, schema=_PART))
+        data = _to_parquet(pa.Table.from_pylist(lines, schema=_PART))
         names.append(_hash(data))
         store.put(f"{_folder(dataset)}/part-{names[-1]}.parquet", data, if_absent=True)
     repeated, firsts = _find_repeated(keys, unreadable)
