@@ -107,7 +107,7 @@ class Fetcher:
 
         self.clock = AwakeClock(self.hosts.start_waiting)
         self._parser = ThreadPoolExecutor(1, "robots")  # one, so that the event loop keeps half a core
-        settings = self.settings
+        patience = self.settings.read_timeout
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
@@ -118,10 +118,8 @@ class Fetcher:
                 resolver=guarded_resolver(self.guard),
                 socket_factory=self.guard.open_socket,
             ),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.read_timeout, sock_read=settings.read_timeout
-            ),
-            headers={"User-Agent": settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience, sock_read=patience),
+            headers={"User-Agent": self.settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a few bytes can unpack to gigabytes: see _decompressor
             trust_env=False,  # a proxy from the environment would connect to unchecked addresses
