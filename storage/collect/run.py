@@ -317,7 +317,11 @@ class _GroupCollector:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
         else:
             images = TarSet(settings.origin).read(dict.fromkeys(row.place for row in rows if row.place), limit)
-        imported = import_images(rows, images, settings.download, spool)
+        try:
+            imported = import_images(rows, images, settings.download, spool)
+        except (MemoryError, RuntimeError) as error:
+            error.add_note(f"while importing images from {settings.images or settings.origin}")
+            raise
         missing = [row for row in imported if row.status == Status.MISSING_FILE]
         if missing:
             more, location = len(missing) - 1, self.rows.reading.location(settings.origin, missing[0].row)
