@@ -1,6 +1,7 @@
 """A clock that leaves out the time in which this process did not run."""
 
 import asyncio
+from collections.abc import Callable
 
 _TICK = 0.05  # seconds between two ticks
 
@@ -12,9 +13,9 @@ class AwakeClock:
     read late, so that time is no fault of theirs.
     """
 
-    def start(self) -> None:
-        """Start the clock. Call this from the event loop."""
-        self._loop, self._late = asyncio.get_running_loop(), 0.0
+    def __init__(self, on_tick: Callable[[], None]):
+        """Start the clock. Call this from the event loop. `on_tick` is called at every tick."""
+        self._loop, self._late, self._on_tick = asyncio.get_running_loop(), 0.0, on_tick
         self._due = self._loop.time()
         self._tick()
 
@@ -35,3 +36,4 @@ class AwakeClock:
         self._late = self.late
         self._due = self._loop.time() + _TICK
         self._timer = self._loop.call_at(self._due, self._tick)
+        self._on_tick()

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
 from storage.collect.addresses import AddressGuard, guarded_resolver
@@ -22,7 +22,7 @@ from storage.collect.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, check_x_r
 from storage.collect.statuses import UNREACHABLE, Refused, Status
 from storage.programs import require
 from storage.redact import display_url, redacted
-from storage.settings import check
+from storage.settings import check, check_positive
 
 if TYPE_CHECKING:
     import aiohttp
@@ -41,7 +41,8 @@ _RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further o
 _MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
 # Limits that keep the event loop free: bytes that are read and decompressed at a time, and characters of an error.
 _CHUNK, _PIECE, _MAX_ERROR = 2**12, 2**20, 10_000
-_Answer = TypeVar("_Answer")
+_Answer = tuple[str | None, bytes]  # the target of a redirect and no bytes, or None and the body
+_Read = Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,7 @@ class DownloadSettings(ImageSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("deadline", "concurrency", "decode_threads"):
-            check(self, getattr(self, name) > 0, name, "over 0")
+        check_positive(self, "deadline", "concurrency", "decode_threads")
         check(self, self.retries >= 0, "retries", "0 or more")
         if not self.contact.isprintable():
             raise ValueError(f"contact {self.contact!r} has control characters, which a header cannot contain")
@@ -100,17 +100,14 @@ class Fetcher:
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
         self.hosts = Hosts(settings.concurrency)
-        self.clock = AwakeClock()
 
     async def __aenter__(self) -> "Fetcher":
         require("aiohttp", "downloading")
         import aiohttp
 
-        self.clock.start()
-        self._parser = ThreadPoolExecutor(
-            1, thread_name_prefix="robots"
-        )  # one, so that the event loop keeps half a core
-        settings = self.settings
+        self.clock = AwakeClock(self.hosts.start_waiting)
+        self._parser = ThreadPoolExecutor(1, "robots")  # one, so that the event loop keeps half a core
+        patience = self.settings.read_timeout
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
@@ -121,10 +118,8 @@ class Fetcher:
                 resolver=guarded_resolver(self.guard),
                 socket_factory=self.guard.open_socket,
             ),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.read_timeout, sock_read=settings.read_timeout
-            ),
-            headers={"User-Agent": settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience, sock_read=patience),
+            headers={"User-Agent": self.settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a few bytes can unpack to gigabytes: see _decompressor
             trust_env=False,  # a proxy from the environment would connect to unchecked addresses
@@ -202,12 +197,12 @@ class Fetcher:
                 self.hosts.record_end(host, str(url), begin, None, error)
                 raise
 
-    async def _request(self, url: "yarl.URL", end: float, is_retry: bool) -> tuple[str | None, bytes]:
+    async def _request(self, url: "yarl.URL", end: float, is_retry: bool) -> _Answer:
         """Send one request and record its outcome in `hosts`. Return (None, body), or (target, b"") for a redirect."""
         host, begin, seconds = _host_of(url), asyncio.get_running_loop().time(), None
         awake = self.clock.time()
 
-        async def read(response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+        async def read(response: "aiohttp.ClientResponse") -> _Answer:
             nonlocal seconds
             seconds = self.clock.time() - awake
             return await self._read_answer(response)
@@ -221,9 +216,7 @@ class Fetcher:
         self.hosts.record_end(host, str(url), begin, seconds, None, is_retry)
         return answer
 
-    async def _get(
-        self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
-    ) -> _Answer:
+    async def _get(self, url: "yarl.URL", read: _Read, end: float) -> _Answer:
         """Send a request and return `read(response)`. Raises Refused if it fails or is not done by `end`.
 
         `end` is a time of `self.clock`. If a request fails in which this process did not run for over a second, another
@@ -238,9 +231,7 @@ class Fetcher:
                 if not stalled or self.clock.time() >= end:
                     raise
 
-    async def _send(
-        self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
-    ) -> _Answer:
+    async def _send(self, url: "yarl.URL", read: _Read, end: float) -> _Answer:
         """Do the work of `_get`, with one request."""
         import aiohttp
 
@@ -263,7 +254,7 @@ class Fetcher:
         except TimeoutError as error:  # without a retry, because the deadline has passed
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
-    async def _read_answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+    async def _read_answer(self, response: "aiohttp.ClientResponse") -> _Answer:
         """Return (None, body), or (target, b"") for a redirect. Raises Refused for any other response."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
@@ -275,7 +266,7 @@ class Fetcher:
             if not location:
                 raise Refused(Status.HTTP_OTHER, f"HTTP {code} without a Location")
             return location, b""
-        status = Status.of_http(code)
+        status = Status(f"http_{code}") if 400 <= code < 600 else Status.HTTP_OTHER
         raise Refused(status, _status_line(response), _retry_after(response) if status in _SERVER_ERRORS else None)
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
@@ -299,7 +290,7 @@ class Fetcher:
             raise Refused(Status.ROBOTS_TXT_FAILED, detail, 0.0) from error
         return Rules(b"")  # too many redirects count as a missing robots.txt: RFC 9309, 2.3.1.2
 
-    async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+    async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> _Answer:
         """Return (None, content), or (target, b"") for a redirect. A missing file counts as empty."""
         code, location = response.status, response.headers.get("Location")
         if code in _REDIRECTS and location:

@@ -2,9 +2,10 @@
 
 import asyncio
 import statistics
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from storage.collect.statuses import Refused, Status
 
@@ -36,8 +37,9 @@ class Hosts:
 
     def __init__(self, at_once: int):
         self._free = self._at_once = at_once
-        self._hosts: dict[str, Host] = {}
-        self._ready: deque[Host] = deque()  # hosts with a waiting URL and a free slot, in the order of their turns
+        self._hosts = defaultdict[str, Host](lambda: Host(min(_INITIAL_LIMIT, at_once)))
+        # Hosts with a waiting URL and a free slot, in the order of their turns.
+        self._ready: OrderedDict[Host, None] = OrderedDict()
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator["Slot"]:
@@ -51,23 +53,23 @@ class Hosts:
         finally:
             if not turn.cancelled():  # a turn that was cancelled while it waited holds no slot
                 self._free += 1
-                turn.result().timer.cancel()
                 host.slots.remove(turn.result())
                 self._start(host)
 
     async def pause(self, slot: "Slot", seconds: float) -> None:
         """Wait before a retry. Meanwhile the URL leaves its place to another one, unless the host is overloaded."""
-        slot.timer.cancel()
         slot.is_paused = True
         self._start(slot.host)
         await asyncio.sleep(seconds)
-        slot.is_paused = False
-        self._wait_until_overdue(slot, asyncio.get_running_loop().time())
+        slot.is_paused, slot.began = False, asyncio.get_running_loop().time()
+
+    def start_waiting(self) -> None:
+        """Give the places of URLs that have become overdue to waiting URLs. Call this at short intervals."""
+        for host in [host for host in self._hosts.values() if host.waiting]:
+            self._start(host)
 
     def host(self, name: str) -> "Host":
         """Return the state of a host, creating it if it is new."""
-        if name not in self._hosts:
-            self._hosts[name] = Host(min(_INITIAL_LIMIT, self._at_once))
         return self._hosts[name]
 
     def record_end(
@@ -141,45 +143,31 @@ class Hosts:
         return len(host.slots) - left < host.limit or len(overdue) == len(host.slots)
 
     def _offer(self, host: "Host") -> None:
-        if not host.ready and host.waiting and self._has_slot(host):
-            host.ready = True
-            self._ready.append(host)
+        if host.waiting and self._has_slot(host):
+            self._ready[host] = None
 
     def _start(self, changed: "Host") -> None:
         """Give free slots to waiting URLs. `changed` is a host that may have a free slot now."""
         self._offer(changed)
         while self._free and self._ready:
-            host = self._ready.popleft()
-            host.ready = False
+            host, _ = self._ready.popitem(last=False)
             while host.waiting and host.waiting[0].done():
                 host.waiting.popleft()  # cancelled
             if host.waiting and self._has_slot(host):
-                slot = Slot(host)
+                slot = Slot(host, asyncio.get_running_loop().time())
                 host.slots.append(slot)
-                self._wait_until_overdue(slot, asyncio.get_running_loop().time())
                 host.waiting.popleft().set_result(slot)
                 self._free -= 1
                 self._offer(host)  # behind all others
 
-    def _wait_until_overdue(self, slot: "Slot", began: float) -> None:
-        """Offer the slot's place to another URL when it is overdue."""
-        loop, slot.began = asyncio.get_running_loop(), began
-        due = began + slot.host.patience
-        if due > loop.time():
-            slot.timer = loop.call_at(due, self._wait_until_overdue, slot, began)
-        else:
-            self._start(slot.host)
 
-
+@dataclass(eq=False)
 class Slot:
     """A URL in flight. It is overdue if it has taken much longer than other URLs of its host."""
 
-    timer: asyncio.TimerHandle  # ends when the URL is overdue
+    host: "Host"
     began: float  # start of the latest attempt
-
-    def __init__(self, host: "Host"):
-        self.host = host
-        self.is_paused = False  # whether it waits for a retry
+    is_paused: bool = False  # whether it waits for a retry
 
 
 class Host:
@@ -192,7 +180,6 @@ class Host:
         self.waiting: deque[asyncio.Future[Slot]] = deque()
         self.slots: list[Slot] = []
         self.failures = 0  # in a row
-        self.ready = False
         self.answered_url: str | None = None  # a URL that the host has answered
         self.answered = self.failed = self.lowered = _NEVER  # last answer, failure and lowering of the limit
         self.probe = asyncio.Lock()  # held while a silent host is tested
@@ -202,14 +189,10 @@ class Host:
         self.firsts: deque[bool] = deque(maxlen=_ATTEMPTS)
         self.retries: deque[bool] = deque(maxlen=_ATTEMPTS)
 
-    @property
-    def patience(self) -> float:
-        """Seconds after which a URL in flight is overdue."""
-        return max(_PATIENCE, _OVERDUE * self.medians[-1] if self.medians else 0.0)
-
     def overdue(self) -> list[Slot]:
         """Return the slots of the URLs that are overdue."""
-        due = asyncio.get_running_loop().time() - self.patience
+        patience = max(_PATIENCE, _OVERDUE * self.medians[-1] if self.medians else 0.0)
+        due = asyncio.get_running_loop().time() - patience
         return [slot for slot in self.slots if slot.began <= due and not slot.is_paused]
 
     @property

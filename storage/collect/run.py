@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from storage.catalog import Catalog
+from storage.catalog import Catalog, require_valid
 from storage.claims import Claims, exit_at_sigterm
 from storage.collect.download import Downloader, commit_images, run_all
 from storage.collect.imports import import_images, read_folder
@@ -32,7 +32,7 @@ from storage.collect.rows import CaptionRow, Rows
 from storage.collect.spool import Spool
 from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Status
 from storage.collect.tars import TarSet
-from storage.manifests import Header
+from storage.manifests import Header, Manifest
 from storage.object_store import ObjectMissing, open_store
 from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
@@ -74,10 +74,6 @@ class Collected:
     seconds: float
 
 
-class NothingStored(ValueError):
-    """Raised if a dataset has no ok row in any shard, committed or new."""
-
-
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
 
 
@@ -89,7 +85,7 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no shard of the dataset,
+    `run_group` collects one group (default: `collect_group`). Raises ValueError if no shard of the dataset,
     new or older, has an ok row.
     """
     started = time.monotonic()
@@ -130,7 +126,7 @@ def collect(
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # other workers had none
-            raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
+            raise ValueError(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
             log_line(f"collecting {len(missing)} shards again, which had no image or were claimed by another worker")
     new = len(new_shards - headers.keys())
@@ -254,11 +250,12 @@ class _GroupCollector:
 
     async def collect_shard(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
         """Collect one shard: read its rows, download or import their images, and commit the result."""
-        if committed := await self.in_thread(self.count_committed, part):
-            self.counts[part.shard] = committed
+        replaces = await self.in_thread(self.read_manifest, part.shard)
+        if replaces and replaces.sha256 != part.replaces:  # another worker has committed the shard
+            self.counts[part.shard] = replaces.statuses
             return
         rows = await self.in_thread(self.rows.read, part.start, part.stop)
-        replaces, before = await self.in_thread(self.read_committed, part, rows, spool)
+        before = await self.in_thread(self.read_results, replaces, rows, spool) if replaces else {}
         results = before | self.settle_rows(part, rows)
         retried = self.settings.retried_statuses
         left = [row for row in rows if row.row not in results or results[row.row].status in retried]
@@ -280,25 +277,17 @@ class _GroupCollector:
         if must_commit:
             await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
-    def count_committed(self, part: Part) -> dict[str, int]:
-        """Return a shard's row counts by status, or {} if it is not committed yet or is to be replaced."""
-        try:
-            (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
-        except ObjectMissing:
-            return {}
-        return {} if header.sha256 == part.replaces else header.statuses
+    def read_manifest(self, shard: str) -> Manifest | None:
+        """Return the newest manifest of a shard, or None if the shard is not committed."""
+        with contextlib.suppress(ObjectMissing):
+            return self.catalog.manifest(IMAGES, shard)
 
-    def read_committed(
-        self, part: Part, rows: Sequence[CaptionRow], spool: Spool
-    ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the header of the revision to replace, and its rows with their results, keyed by row number.
+    def read_results(self, manifest: Manifest, rows: Sequence[CaptionRow], spool: Spool) -> dict[int, CaptionRow]:
+        """Return the rows of a committed shard with their results, keyed by row number.
 
-        `rows` are all rows of the shard. Committed images are copied to the spool. Returns (None, {}) for a new shard.
+        `rows` are all rows of the shard. Committed images are copied to the spool.
         """
-        if not part.replaces:
-            return None, {}
-        manifest = self.catalog.manifest(IMAGES, part.shard)
-        samples, results = self.catalog.read(IMAGES, part.shard), {}
+        samples, results = map(require_valid, self.catalog.read_each(manifest)), {}
         for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
             image = None
             if line["status"] == Status.OK:
@@ -306,7 +295,7 @@ class _GroupCollector:
                 size = sample.width, sample.height
                 image = spool.write(NormalisedImage(sample.image, *size, sample.sha256, sample.flags))
             results[row.row] = dataclasses.replace(row, status=line["status"], detail=line["detail"], image=image)
-        return manifest, results
+        return results
 
     def settle_rows(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
         """Return the rows that need no request (withdrawn, unreadable or repeated), keyed by row number."""

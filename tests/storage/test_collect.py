@@ -26,7 +26,7 @@ from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
 from storage.collect.rows import CaptionRow
-from storage.collect.run import Group, NothingStored, OnCommit, check_network, collect, collect_group, main
+from storage.collect.run import Group, OnCommit, check_network, collect, collect_group, main
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.verify import verify
@@ -244,7 +244,7 @@ def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(web: 
     web.put("/waits.jpg", send(encode(draw())))
     lines = [f"a\t/waits/{i}" for i in range(4)]
     settings = functools.partial(served, web, file, shards_per_task=1)
-    with pytest.raises(NothingStored, match=r"4 http_404"):
+    with pytest.raises(ValueError, match=r"4 http_404"):
         quietly(root, settings(*lines))
     assert of(root).shards(IMAGES) == []
     lines.append("e\t/waits.jpg")

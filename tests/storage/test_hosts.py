@@ -332,6 +332,13 @@ def test_a_transient_failure_is_requested_once_more_when_all_others_are_done(tra
         assert [url for url, _ in done.network.requests] == [*at_once * urls[:1], *urls[1:], urls[0]]
 
 
+def test_urls_that_hang_give_up_their_places_even_if_no_other_url_ends():
+    urls = urls_of("first", *(f"hangs/{i}" for i in range(8)), *range(100))
+    done = collected(urls, by_url(hangs=Answer(None)), retries=0)
+    assert done.statuses == {"ok": 101, "timeout": 8}
+    assert done.network.requests[-1][1] < 5  # not after the 10 s in which they hang
+
+
 NOT_NUMBERS = ("\u00b2", "Fri, 31 Dec 2100 23:59:59 GMT")
 
 
