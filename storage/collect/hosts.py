@@ -65,7 +65,7 @@ class Hosts:
 
     def start_waiting(self) -> None:
         """Give the places of URLs that have become overdue to waiting URLs. Call this at short intervals."""
-        for host in [host for host in self._hosts.values() if host.waiting]:
+        for host in [host for host in self._hosts.values() if host.waiting] if self._free else ():
             self._start(host)
 
     def host(self, name: str) -> "Host":
