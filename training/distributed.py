@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 # How long ranks wait for one another. A single rank may build a vocabulary of all captions, wait for unreachable
 # storage, or write the last checkpoint (10 minutes at most). A rank that takes longer than this hangs.
@@ -74,19 +74,9 @@ def stop(world: World) -> None:
         dist.destroy_process_group()
 
 
-def sum_over_ranks(numbers: Tensor, world: World) -> None:
-    """Sum a tensor in place over all ranks, without waiting for the device. Every rank must call this."""
-    if world.size > 1:
-        dist.all_reduce(numbers)
-
-
 def gather_rows(rows: list[Any], world: World) -> list[Any]:
     """Return the rows of all ranks in rank order, on every rank."""
-    if world.size == 1:
-        return rows
-    parts: list[Any] = [None] * world.size
-    dist.all_gather_object(parts, rows)
-    return [row for part in parts for row in part]
+    return broadcast(gather_on_rank0(rows, world), world)
 
 
 def gather_on_rank0(rows: list[Any], world: World) -> list[Any]:

@@ -77,14 +77,7 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 
     Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """
-    return override(*parse_recipe(name, arguments, recipes))
-
-
-def parse_recipe(
-    name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
-) -> tuple[Any, list[str]]:
-    """Call the recipe's function with its arguments, such as --size. Return the recipe and the remaining arguments."""
-    return parse_known(find_recipe(name, recipes), arguments)
+    return override(*parse_known(find_recipe(name, recipes), arguments))
 
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
