@@ -61,11 +61,6 @@ class Processes:
             )
 
     @property
-    def world(self) -> int:
-        """Number of processes on all nodes."""
-        return self.count * self.nodes
-
-    @property
     def environment(self) -> dict[str, str]:
         """Environment variables for torchrun: CPU threads, and the shutdown timeout (`grace`, but at least 30 s)."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}

@@ -190,17 +190,17 @@ def _supervise(command: list[str], flow: int, grace: float) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare).pid
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare)
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(127)
     statuses: dict[int, int] = {}
-    while child not in statuses and signal.sigwait(_AWAITED) == signal.SIGCHLD:
+    while child.pid not in statuses and signal.sigwait(_AWAITED) == signal.SIGCHLD:
         _reap(statuses)
     _end_descendants(grace, statuses)
     peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with contextlib.suppress(OSError):  # the flow may have ended
-        os.write(sys.stdin.fileno(), f"{os.waitstatus_to_exitcode(statuses[child])} {peak_bytes}".encode())
+        os.write(sys.stdin.fileno(), f"{os.waitstatus_to_exitcode(statuses[child.pid])} {peak_bytes}".encode())
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:

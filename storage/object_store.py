@@ -415,16 +415,15 @@ class S3Store:
     def get(self, path: str, **byte_range: str) -> bytes:
         from botocore.exceptions import BotoCoreError
 
-        for attempt in range(_ATTEMPTS):
+        failure = None
+        for _ in range(_ATTEMPTS):
             body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
             try:
                 return body.read()
             except BotoCoreError as error:  # botocore does not repeat a request if its body ends early
-                if attempt == _ATTEMPTS - 1:
-                    raise StorageUnreachable(
-                        f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
-                    ) from error
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                failure = error
+        message = f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(failure))}"
+        raise StorageUnreachable(message) from failure
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
         if length == 0:

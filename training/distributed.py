@@ -41,11 +41,10 @@ class SharedFault(ValueError):
     """An error that every rank raises, so that no rank waits for another. Rank 0 prints it."""
 
 
-def start(limit: timedelta = TIME_LIMIT) -> World:
+def start() -> World:
     """Join torchrun's process group, if this process was started by torchrun, and return the World.
 
-    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends. `limit` is how long
-    ranks wait for one another.
+    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # The kernel kills this rank when torchrun ends, so that it cannot train alongside a restarted run.
@@ -58,7 +57,7 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIME_LIMIT)
     return World(rank, size, device)
 
 
