@@ -41,12 +41,12 @@ class Trained:
 
     run: str
     recipe: str
+    detector: str  # id of the detector whose regions it read; empty if it trained a detector
+    snapshot: str  # snapshots that it read, joined by " + "; empty if it trained a detector
     checkpoint: str  # URI of the last checkpoint, or of a detector's weight file
     metrics: dict[str, float]  # of the last validation
     seconds: float
     peak_bytes: int  # peak memory of the largest process
-    detector: str = ""  # id of the detector whose regions it read; empty if it trained a detector
-    snapshot: str = ""  # snapshots that it read, joined by " + "; empty if it trained a detector
     evaluated: tuple[Evaluated, ...] = ()
 
 

@@ -37,6 +37,8 @@ def train_detector(
     return Trained(
         run=run,
         recipe=settings.recipe,
+        detector="",
+        snapshot="",
         checkpoint=store.uri(weights),
         metrics=last_metrics(store, run),
         seconds=time.monotonic() - started,

@@ -119,8 +119,9 @@ def train_steps(run: Run) -> dict[str, float]:
     """
     recipe, world, optimizer = run.recipe, run.world, run.optimizer
     if world.first:
-        progress = recipe.run, run.step, recipe.steps, run.samples_per_step, world.size
-        run.log = RunLog(run.writer, *progress, run.metadata, find_trackers(recipe.trackers), to_json(recipe))
+        progress = recipe.run, run.step, recipe.steps, run.samples_per_step
+        metadata = {"processes": world.size, **run.metadata}
+        run.log = RunLog(run.writer, *progress, metadata, find_trackers(recipe.trackers), to_json(recipe))
     # Gradients are views of the communication buckets, which saves a copy.
     parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
