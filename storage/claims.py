@@ -76,8 +76,11 @@ class Claims:
                 if any(self._find_live(shard).values()) and not self._has_ended(shard):
                     continue
                 self.store.delete(self._path(shard))
-            if self._put(shard):
-                return shard
+            with self._lock:
+                self.held.add(shard)  # before the put, so that a signal during it releases the claim
+                if self.store.put(self._path(shard), self._content, if_absent=True):
+                    return shard
+                self.held.remove(shard)
         return None
 
     def take_or_wait(self, name: str, log: Callable[[str], object]) -> str:
@@ -189,14 +192,6 @@ class Claims:
 
     def _path(self, shard: str) -> str:
         return f"{self.stage}/claims/{shard}.txt"
-
-    def _put(self, shard: str) -> bool:
-        with self._lock:
-            self.held.add(shard)  # before the put, so that a signal during it releases the claim
-            ours = self.store.put(self._path(shard), self._content, if_absent=True)
-            if not ours:
-                self.held.remove(shard)
-        return ours
 
     def _read(self, shard: str) -> bytes:
         """Return the content of a claim, or b"" if there is none."""

@@ -42,11 +42,8 @@ _opened: set[Path] = set()  # roots that this process has opened
 Content = bytes | Path  # an object's bytes, or a file that holds them
 
 
-class ObjectMissing(KeyError):
+class ObjectMissing(LookupError):
     """Raised for an object that does not exist."""
-
-    def __str__(self) -> str:
-        return self.args[0]  # KeyError would print the message in quotes
 
 
 class StorageUnreachable(ConnectionError):
@@ -145,18 +142,14 @@ class LocalStore:
 
         If the object cannot be written, raises StorageUnreachable and leaves an existing object unchanged.
         """
-        with _write_errors(file := self._file(path), self._folder):
+        with _write_errors(file := self.local_path(path), self._folder):
             if if_absent and file.exists():
                 return False
             # In the same folder, so that the rename stays within one file system; with a dot, so that `list` skips it.
             temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
             try:
-                with _open_new(temporary, self._folder) as out:
-                    if isinstance(data, Path):
-                        with data.open("rb") as source:
-                            shutil.copyfileobj(source, out, 1 << 20)
-                    else:
-                        out.write(data)
+                with _open_new(temporary, self._folder) as out, _open_content(data) as source:
+                    shutil.copyfileobj(source, out, 1 << 20)
                     out.flush()
                     os.fsync(out.fileno())
                 if if_absent:
@@ -188,7 +181,7 @@ class LocalStore:
 
     def exists(self, path: str) -> bool:
         """Return True if the object exists."""
-        return self._file(path).is_file()
+        return self.local_path(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield all objects whose path begins with `prefix`, sorted by path. The prefix may end within a name."""
@@ -217,15 +210,15 @@ class LocalStore:
 
     def delete(self, path: str) -> None:
         """Delete an object. An object that does not exist is not an error."""
-        self._remove(self._file(path))
+        self._remove(self.local_path(path))
 
-    def local_path(self, path: str) -> Path | None:
-        """Return the path of the object's local file, or None on S3."""
-        return self._file(path)
+    def local_path(self, path: str) -> Path:
+        """Return the path of the object's local file. S3Store returns None."""
+        return self._folder / _check_path(path)
 
     def uri(self, path: str = "") -> str:
         """Return the local path or s3:// URI of an object, for messages and reports. The default is the root."""
-        return str(self._file(path) if path else self._folder)
+        return str(self.local_path(path) if path else self._folder)
 
     def now(self) -> float:
         """Return the storage's time in seconds since 1970, or this machine's time if no file can be written."""
@@ -257,13 +250,10 @@ class LocalStore:
             for parent in file.relative_to(self._folder).parents[:-1]:
                 (self._folder / parent).rmdir()
 
-    def _file(self, path: str) -> Path:
-        return self._folder / _check_path(path)
-
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[BinaryIO]:
         try:
-            with self._file(path).open("rb") as file:
+            with self.local_path(path).open("rb") as file:
                 yield file
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise ObjectMissing(f"there is no object {path} under {self.root}") from error
@@ -287,6 +277,10 @@ def _write_errors(file: Path, root: Path) -> Iterator[None]:
         if not root.is_dir():
             advice = f"The root {root} was moved or unmounted: put it back, or start again with its new path"
         raise StorageUnreachable(f"cannot write or remove {file}: {error}. {advice}") from error
+
+
+def _open_content(data: Content) -> BinaryIO:
+    return io.BytesIO(data) if isinstance(data, bytes) else data.open("rb")
 
 
 def _open_new(file: Path, root: Path) -> BinaryIO:
@@ -400,7 +394,7 @@ class S3Store:
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
             try:
-                with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
+                with _open_content(data) as file:
                     self._call("put_object", path, Body=file, **arguments)
                 return True
             except StorageUnreachable as error:
@@ -418,14 +412,24 @@ class S3Store:
         except ObjectMissing:
             return None
 
-    def get(self, path: str) -> bytes:
-        return self._read(path)
+    def get(self, path: str, **byte_range: str) -> bytes:
+        from botocore.exceptions import BotoCoreError
+
+        failure = None
+        for _ in range(_ATTEMPTS):
+            body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
+            try:
+                return body.read()
+            except BotoCoreError as error:  # botocore does not repeat a request if its body ends early
+                failure = error
+        message = f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(failure))}"
+        raise StorageUnreachable(message) from failure
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
         if length == 0:
             return b""  # an HTTP range cannot be empty
         try:
-            data = self._read(path, Range=f"bytes={offset}-{offset + length - 1}")
+            data = self.get(path, Range=f"bytes={offset}-{offset + length - 1}")
         except StorageUnreachable as error:
             if error.http_status != 416:
                 raise
@@ -448,9 +452,8 @@ class S3Store:
     def delete(self, path: str) -> None:
         self._call("delete_object", path, Key=self._key(path))
 
-    def local_path(self, path: str) -> Path | None:
+    def local_path(self, path: str) -> None:
         _check_path(path)
-        return None
 
     def uri(self, path: str = "") -> str:
         return f"s3://{self.bucket}/{self._prefix}{path}"
@@ -508,20 +511,6 @@ class S3Store:
                 f"{operation} of {self.uri(path)} at {_endpoint()} failed: {redacted(str(error))}. {_HINT}",
                 answer["ResponseMetadata"]["HTTPStatusCode"] if answer else None if away else 400,
             ) from error
-
-    def _read(self, path: str, **byte_range: str) -> bytes:
-        from botocore.exceptions import BotoCoreError
-
-        for attempt in range(_ATTEMPTS):
-            body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
-            try:
-                return body.read()
-            except BotoCoreError as error:  # botocore does not repeat a request if its body ends early
-                if attempt == _ATTEMPTS - 1:
-                    raise StorageUnreachable(
-                        f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
-                    ) from error
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 ObjectStore = LocalStore | S3Store

@@ -60,7 +60,7 @@ def claim_run(store: ObjectStore, run: str, world: distributed.World) -> Iterato
         yield lambda: claims.check("writer")
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager):
     """Context manager whose background thread writes files to the storage, so that training does not wait for it.
 
     Files are written in the order in which they were queued. A new version of a file replaces one that is still queued.
@@ -83,9 +83,6 @@ class Writer:
         self._refusal: StorageUnreachable | None = None  # why the last attempt failed
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:

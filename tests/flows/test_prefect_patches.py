@@ -42,10 +42,10 @@ from flows.prefect_patches import (
 
 # Stands for a run that does not end at SIGTERM: prints its process id, and each signal.
 RUN = """
-import os, signal, time
+import os, signal, threading, time
 from flows.engine import exit_with_parent
 signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
-exit_with_parent(os.getppid())
+threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
 print(os.getpid(), flush=True)
 while True:
     time.sleep(0.1)
