@@ -3,9 +3,10 @@
     python -m benchmarks.download [--images 4000 --rounds 3 --rows 5000 --json FILE]
 
 A server in a separate process responds on loopback addresses, each of which is a host to the downloader. There are
-three cases: good images only (500 x 375 pixels, about 50 kB, all different); a list in which some rows name servers
-that never respond or that send one byte at a time; and rows of a single host that takes 0.1 s per request and never
-responds to one in fifty. The code of `vlbert collect` downloads, checks, hashes and commits the images to a local
+four cases: good images only (500 x 375 pixels, about 50 kB, all different); a list in which some rows name servers
+that never respond or that send one byte at a time; rows of a single host that takes 0.1 s per request and never
+responds to one in fifty; and 5,114 rows of a single host, of which 4,020 are good, and the others hang or are refused
+with 404, 429 or 503. The code of `vlbert collect` downloads, checks, hashes and commits the images to a local
 folder in another process. CPU time (with child processes) and memory of that process are measured, not the server's.
 """
 
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -35,7 +37,10 @@ GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]
 HANGING_HOSTS = [f"127.0.1.{number}" for number in range(1, 41)]
 DRIPPING_HOSTS = [f"127.0.2.{number}" for number in range(1, 11)]
 ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # one in ONE_HOST_HANGS requests hangs
-HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, ONE_HOST)
+MIXED_HOST = "127.0.4.2"
+MIXED = Counter({b"200 OK": 4020, b"": 50, b"404 Not Found": 400, b"429 Too Many": 322, b"503 Unavailable": 322})
+MIXED_STATUSES = {"ok": 4020, "timeout": 50, "http_404": 400, "http_429": 322, "http_503": 322}
+HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, ONE_HOST, MIXED_HOST)
 ROBOTS_TXT = b"User-agent: *\nDisallow: /wp-admin/\nAllow: /wp-admin/admin-ajax.php\nDisallow: /*?s=\n"
 DRIP_SECONDS = 0.2  # time between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
@@ -73,6 +78,7 @@ def _serve(pipe: Connection) -> None:
 
     images = [make_jpeg(500, 375, number) for number in range(24)]
     mean = statistics.mean(map(len, images))
+    mixed = list(MIXED.elements())
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = writer.get_extra_info("sockname")[0]
@@ -90,6 +96,11 @@ def _serve(pipe: Connection) -> None:
                 number = int(path.lstrip(b"/").partition(b".")[0])
                 if host == ONE_HOST:
                     await asyncio.sleep(ONE_HOST_SECONDS if number % ONE_HOST_HANGS else 3600)
+                if host == MIXED_HOST and mixed[number] != b"200 OK":
+                    await asyncio.sleep(0 if mixed[number] else 3600)
+                    writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n" % mixed[number])
+                    await writer.drain()
+                    continue
                 image = images[number % len(images)]
                 # A JPEG comment after the start marker makes every image different.
                 image = image[:2] + b"\xff\xfe\x00\x0a%08d" % number + image[2:]
@@ -199,12 +210,16 @@ def run(options: argparse.Namespace) -> int:
         cases = {f"{case}, {bad} each": make_rows(server, options.rows - bad * len(slow), slow, bad) for bad in (1, 20)}
         case = f"{options.rows} rows of one host, which takes {ONE_HOST_SECONDS} s or, one in {ONE_HOST_HANGS}, hangs"
         cases[case] = make_rows(server, options.rows, hosts=[ONE_HOST])
+        refusing = f"{MIXED.total()} rows of one host, {MIXED[b'']} of which hang, and 1,044 of which are refused"
+        cases[refusing] = make_rows(server, MIXED.total(), hosts=[MIXED_HOST])
         for case, lines in cases.items() if options.rows else ():
             # With default settings, except for the allowed hosts.
             facts = measure_collection(server, lines, DownloadSettings(allowed_hosts=server.hosts))
             report["hostile"][case] = facts
             passed.append(check(case, facts["seconds"], "seconds"))
             print(f"    {', '.join(f'{count} {status}' for status, count in facts['statuses'].items())}")
+            if case == refusing and facts["statuses"] != MIXED_STATUSES:
+                raise RuntimeError(f"not each row of {case} has its status: {facts['statuses']}")
             passed.append(check("    peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
     # Last, because it imports torch, and a new process starts with the peak RSS of its parent.
     report["machine"] = describe_machine()

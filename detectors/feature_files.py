@@ -1,26 +1,27 @@
-"""Reader of other projects' feature files, which have a row of boxes and features per image.
+"""Formats of other projects' feature files, which have a row of boxes and features per image.
 
 The formats are TSV, JSON, .npz, LMDB and HDF5. A row is read as a dict from our field names (`FIELDS`) to values as the
 file stores them: text, base64 of little-endian numbers, numbers or arrays. detectors/imported.py converts the values.
-The files are untrusted: storage/pickles.py reads pickled values, and links to other files are not followed.
+The files are untrusted: storage/pickles.py reads pickled values, links to other files are not followed, and
+detectors/feature_reader.py calls this module in a child process. Messages begin after the name of the file or row.
 """
 
-import contextlib
 import hashlib
 import io
 import os
 import re
 import zipfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from storage.digests import sha256_of
-from storage.pickles import UnsafePickle, read_pickle
+from storage.pickles import read_pickle
 from storage.safe_json import parse_json, printable, short_repr
 
 # Our name for each field, and its names in files.
@@ -42,46 +43,37 @@ _COLUMNS = {
     10: "img_id img_h img_w objects_id objects_conf attrs_id attrs_conf num_boxes boxes features",
 }
 _EXTENSION = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|json|npz)$", re.IGNORECASE)
-_LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
+LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # after the 16 bytes of the first page's header
 _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not images
 
 
-@dataclass(frozen=True, eq=False)
-class FeatureFile:
-    """A feature file or folder with one row per image. When it is opened, all its content is read and hashed."""
+class UnusableFile(ValueError):
+    """Raised if a file cannot be opened, with a message that says what to do."""
 
-    path: Path
+
+@dataclass(frozen=True, eq=False)
+class FeatureRows:
+    """The rows of an open feature file or folder, one per image."""
+
     names: Sequence[str]
     """Name of each row's image in the file."""
-    sha256: str
-    """Hash of the file's or folder's content."""
+    sha256: Callable[[], str]
+    """Function that returns the hash of the file's or folder's content."""
     fields: Callable[[int], Iterable[tuple[Any, Any]]]
     """Function that returns the fields of a row, with names and values as in the file."""
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return a row's fields by our field names. Raises ValueError if the row is unusable."""
+        """Return a row's fields by our field names. Damaged files raise any exception."""
         fields: dict[str, Any] = {}
-        try:
-            for name, value in self.fields(row):
-                ours = _OURS.get(name) if type(name) is str else None
-                if ours and value is not None:
-                    value = value.item() if isinstance(value, np.generic) else value
-                    fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
-        except UnsafePickle as error:
-            raise ValueError(
-                f"wants to load {error}, which features do not need. Nothing was run; do not trust the file"
-            ) from error
-        except ValueError:
-            raise
-        except Exception as error:  # readers of damaged files raise many types
-            raise ValueError(f"cannot be read: {type(error).__name__}: {printable(error)[:200]}") from error
+        for name, value in self.fields(row):
+            ours = _OURS.get(name) if type(name) is str else None
+            if ours and value is not None:
+                value = value.item() if isinstance(value, np.generic) else value
+                if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
+                    value = value.item() if value.size == 1 else value.tolist()
+                fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
         return fields
-
-    def location(self, row: int) -> str:
-        """Return `FILE: IMAGE`, to identify a row in messages."""
-        # Without the folder: messages are stored in manifests, which must not depend on where the file is.
-        return printable(f"{self.path.name}: {self.names[row]}")
 
 
 def stem_of(name: str) -> str:
@@ -89,10 +81,8 @@ def stem_of(name: str) -> str:
     return _EXTENSION.sub("", name.rsplit("/", 1)[-1])
 
 
-def open_feature_file(path: Path) -> FeatureFile:
-    """Open a feature file or folder. Raises ValueError if it is missing or its format is unknown."""
-    if not path.exists():
-        raise ValueError(f"feature file {path} does not exist")
+def open_rows(path: Path) -> FeatureRows:
+    """Open a feature file or folder. Damaged files raise any exception, files of unknown formats UnusableFile."""
     if path.is_dir():
         return _open_lmdb(path) if (path / "data.mdb").is_file() else _open_members(path)
     with open(path, "rb") as stream:
@@ -102,32 +92,32 @@ def open_feature_file(path: Path) -> FeatureFile:
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return _open_h5(path)
     if start.startswith(b"\x1f\x8b"):
-        raise ValueError(f"{path} is compressed with gzip, so its rows cannot be located; unpack it")
+        raise UnusableFile("is compressed with gzip, so its rows cannot be located; unpack it")
     return _open_lmdb(path) if start[16:] == _LMDB_MAGIC else _open_tsv(path)
 
 
-def _open_tsv(path: Path) -> FeatureFile:
+def _open_tsv(path: Path) -> FeatureRows:
     """Open a TSV of bottom-up attention or LXMERT: one line per image, numbers as text, arrays as base64.
 
     The first line may name the columns. Otherwise, the number of columns selects their names in _COLUMNS.
     """
     stream = open(path, "rb")  # noqa: SIM115  stays open for reads by offset
-    first = stream.readline(_LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
+    first = stream.readline(LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
     has_header = "boxes" in {_OURS.get(name) for name in first}
     if not has_header and len(first) not in _COLUMNS:
-        raise ValueError(
-            f"{path} has {len(first)} columns in its first line, not 6 (bottom-up attention) or 10 (LXMERT); add a "
+        raise UnusableFile(
+            f"has {len(first)} columns in its first line, not 6 (bottom-up attention) or 10 (LXMERT); add a "
             f"first line that names the columns; possible names are {', '.join(_OURS)}"
         )
     columns = first if has_header else _COLUMNS[len(first)].split()
     image_id = next((i for i, name in enumerate(columns) if _OURS.get(name) == "image_id"), None)
     if image_id is None:
-        raise ValueError(f"{path} has the columns {printable(', '.join(first))}, but none for the image_id")
+        raise UnusableFile(f"has the columns {printable(', '.join(first))}, but none for the image_id")
     digest, offsets, names, offset = hashlib.sha256(), array("q"), [], 0
     stream.seek(0)
-    while line := stream.readline(_LONGEST_ROW):
-        if len(line) == _LONGEST_ROW:
-            raise ValueError(f"{path} has a line of more than {_LONGEST_ROW} bytes; it is not a TSV of features")
+    while line := stream.readline(LONGEST_ROW):
+        if len(line) == LONGEST_ROW:
+            raise UnusableFile(f"has a line of more than {LONGEST_ROW} bytes; it is not a TSV of features")
         digest.update(line)
         if line.strip() and not (has_header and offset == 0):
             offsets.append(offset)
@@ -136,99 +126,80 @@ def _open_tsv(path: Path) -> FeatureFile:
 
     def fields(row: int) -> Iterable[tuple[str, str]]:
         stream.seek(offsets[row])
-        cells = stream.readline(_LONGEST_ROW).rstrip(b"\r\n").split(b"\t")
+        cells = stream.readline(LONGEST_ROW).rstrip(b"\r\n").split(b"\t")
         if len(cells) != len(columns):
             raise ValueError(f"has {len(cells)} columns, not {len(columns)}; it is truncated or in another format")
         return zip(columns, map(_decode_cell, cells), strict=True)
 
-    return FeatureFile(path, names, digest.hexdigest(), fields)
+    return FeatureRows(names, digest.hexdigest, fields)
 
 
-def _open_members(path: Path) -> FeatureFile:
+def _open_members(path: Path) -> FeatureRows:
     """Open a folder or zip with one JSON or .npz file per image, or a single .npz file."""
     if path.is_dir():
         members = sorted(entry.name for entry in os.scandir(path))
     elif path.suffix == ".npz":
         members = [path.name]
     else:
-        try:
-            archive = zipfile.ZipFile(path)
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{path} is damaged or not a zip file ({error}); download it again") from error
+        archive = zipfile.ZipFile(path)
         members = archive.namelist()
     # macOS adds a file with a leading dot for each file that it copies.
     members = [n for n in members if n.endswith((".json", ".npz")) and not n.split("/")[-1].startswith(".")]
     if not members:
-        raise ValueError(f"{path} has neither an LMDB's data.mdb nor a *.json or *.npz file for each image")
-    sha256 = "" if path.is_dir() else sha256_of(path)
-    if path.is_dir():
+        raise UnusableFile("has neither an LMDB's data.mdb nor a *.json or *.npz file for each image")
+
+    def sha256() -> str:
+        if not path.is_dir():
+            return sha256_of(path)
         hashes = "".join(f"{name} {sha256_of(path / name)}\n" for name in members)
-        sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
     def fields(row: int) -> Iterable[tuple[str, Any]]:
         name = members[row]
         if path.is_dir() or path.suffix == ".npz":
-            file = path / name if path.is_dir() else path
-            _check_length(file.stat().st_size)
-            data = file.read_bytes()
+            data = (path / name if path.is_dir() else path).read_bytes()
         else:
-            _check_length(archive.getinfo(name).file_size)
             data = archive.read(name)
         if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            _check_length(sum(member.file_size for member in arrays.zip.infolist()))
             return [(name, arrays[name]) for name in arrays if name in _OURS]
 
-    return FeatureFile(path, [stem_of(name) for name in members], sha256, fields)
+    return FeatureRows([stem_of(name) for name in members], sha256, fields)
 
 
-def _open_lmdb(path: Path) -> FeatureFile:
+def _open_lmdb(path: Path) -> FeatureRows:
     """Open an LMDB with a pickled dict per image, the format of the projects 12-in-1, volta and mmf."""
     try:
         import lmdb
     except ImportError as error:
-        raise ValueError(f"{path} is an LMDB; to read it, run pip install 'vlbert[features]'") from error
+        raise UnusableFile("is an LMDB; to read it, run pip install 'vlbert[features]'") from error
     file = path / "data.mdb" if path.is_dir() else path
-
-    @contextlib.contextmanager
-    def open_transaction() -> Iterator[lmdb.Transaction]:
-        """Context manager that opens the database for one read."""
-        # Opened each time, in under 1 ms, because a process may not have the database open twice.
-        options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
-        try:
-            with lmdb.open(str(path), subdir=path.is_dir(), **options) as database, database.begin() as transaction:
-                # Access to a page beyond the end of the file would crash the process.
-                if (database.info()["last_pgno"] + 1) * database.stat()["psize"] > file.stat().st_size:
-                    raise ValueError(f"{path} is truncated: its header states a larger size; download it again")
-                yield transaction
-        except lmdb.Error as error:
-            raise ValueError(f"{path} is damaged or not an LMDB ({error}); download it again") from error
+    options = {"readonly": True, "lock": False, "readahead": False, "meminit": False}
+    database = lmdb.open(str(path), subdir=path.is_dir(), **options)
+    if (database.info()["last_pgno"] + 1) * database.stat()["psize"] > file.stat().st_size:
+        raise UnusableFile("is truncated: its header states a larger size; download it again")
 
     def fields(row: int) -> Iterable[tuple[Any, Any]]:
-        with open_transaction() as transaction:
+        with database.begin() as transaction:
             value = bytes(transaction.get(keys[row], b""))
-        _check_length(len(value))
         entry = read_pickle(value)
         if not isinstance(entry, dict):
             raise ValueError(f"is {short_repr(entry)}, not a dict of fields; write each value with its name")
         return entry.items()
 
-    with open_transaction() as transaction, transaction.cursor() as cursor:
+    with database.begin() as transaction, transaction.cursor() as cursor:
         keys = [bytes(key) for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
-    return FeatureFile(path, [key.decode("utf-8", "replace") for key in keys], sha256_of(file), fields)
+    return FeatureRows([key.decode("utf-8", "replace") for key in keys], partial(sha256_of, file), fields)
 
 
-def _open_h5(path: Path) -> FeatureFile:
+def _open_h5(path: Path) -> FeatureRows:
     """Open an HDF5 file with a group per image, the format of the project volta."""
     try:
         import h5py
     except ImportError as error:
-        raise ValueError(f"{path} is an HDF5 file; to read it, run pip install 'vlbert[features]'") from error
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        raise ValueError(f"{path} is damaged or not an HDF5 file ({error}); download it again") from error
+        raise UnusableFile("is an HDF5 file; to read it, run pip install 'vlbert[features]'") from error
+    file = h5py.File(path, "r", locking=False)
 
     def is_inside(group: Any, name: str, kind: type) -> bool:
         """Return True if `name` in `group` is an object of type `kind` in this file, not in a linked file."""
@@ -237,8 +208,8 @@ def _open_h5(path: Path) -> FeatureFile:
     names = [name for name in file if is_inside(file, name, h5py.Group)]
     if not names:
         keys = ", ".join(map(printable, list(file)[:5]))
-        raise ValueError(
-            f"{path} has {keys} but no group for each image, so its regions cannot be assigned to images; "
+        raise UnusableFile(
+            f"has {keys} but no group for each image, so its regions cannot be assigned to images; "
             "docs/detector.md describes the format"
         )
 
@@ -248,21 +219,12 @@ def _open_h5(path: Path) -> FeatureFile:
             value = group[name] if is_inside(group, name, h5py.Dataset) else None
             if value is None or value.is_virtual or value.external or value.dtype.kind not in "fiuSO":
                 raise ValueError(f"{name} is not a dataset of numbers in this file")
-            _check_length(value.nbytes)
             yield name, value[()]
 
-    return FeatureFile(path, names, sha256_of(path), fields)
-
-
-# --- used by several formats ------------------------------------------------------------------------------------------
+    return FeatureRows(names, partial(sha256_of, path), fields)
 
 
 def _decode_cell(raw: bytes) -> str:
     """Decode a TSV cell, and remove the b'...' that Python 2 programs put around it when run with Python 3."""
     text = raw.decode("utf-8", "replace")
     return text[2:-1] if text[:2] in ("b'", 'b"') and text[-1:] == text[1] else text
-
-
-def _check_length(length: int) -> None:
-    if length > _LONGEST_ROW:
-        raise ValueError(f"has {length} bytes, more than the limit of {_LONGEST_ROW}")

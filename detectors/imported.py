@@ -17,7 +17,8 @@ import numpy as np
 from detectors import detector_id
 from detectors.annotated import file_name_of
 from detectors.config import ImportedFeatures
-from detectors.feature_files import FeatureFile, open_feature_file, stem_of
+from detectors.feature_files import stem_of
+from detectors.feature_reader import FeatureFile
 from storage.safe_json import printable, short_repr
 from storage.sample import Regions, Sample
 
@@ -39,7 +40,7 @@ class ImportedDetector:
 
     def __init__(self, settings: ImportedFeatures, keep_features: bool):
         self._settings, self._keep_features = settings, keep_features
-        self._files = [open_feature_file(Path(file)) for file in settings.files]
+        self._files = [FeatureFile(Path(file)) for file in settings.files]
         # The rows of each image, by the value of `match`; takes 300 bytes per row.
         self._rows: dict[str | int, list[tuple[FeatureFile, int]]] = {}
         for file in self._files:
@@ -106,7 +107,13 @@ class ImportedDetector:
 
     def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int], Regions]:
         """Return the width and height of a row's image, and its regions. Raises ValueError if the row is unusable."""
-        fields = file.read(number)
+        try:
+            return self._make_regions(file.read(number))
+        except MemoryError as error:
+            name = printable(file.names[number])
+            raise MemoryError(f"{file.path}: {name}: {str(error) or 'out of memory'}") from error
+
+    def _make_regions(self, fields: Fields) -> tuple[tuple[int, int], Regions]:
         size = _read_integer(fields, "image_w"), _read_integer(fields, "image_h")
         boxes = _read_array(fields, "boxes", np.float32)
         count = _read_integer(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4

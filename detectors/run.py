@@ -3,8 +3,8 @@
 Prints a line per shard, and a summary of the stage at the end.
 Any number of processes may run at once, on any machines: each claims the shard that it processes (storage/claims.py),
 and waits if all remaining shards are claimed. A stopped run resumes when it is started again.
-Exit status: 0 if no shard is left; 1 if the input or a setting is wrong, so that running again does not help; 75
-(EX_TEMPFAIL) if the storage is unreachable and the run should be started again later.
+Exit status: 0 if no shard is left; 1 if the input, a setting or a right is wrong, so that running again does not help;
+75 (EX_TEMPFAIL) if the storage is unreachable or full and the run should be started again later.
 """
 
 import dataclasses
@@ -199,6 +199,7 @@ def detect(root: Root, dataset: Dataset, config: Annotated[DetectionConfig, Flat
     exit_at_sigterm()
     say = partial(print, flush=True)
     try:
+        open_store(root, write=False)  # a missing root is an error: its images are somewhere else
         catalog = Catalog(open_store(root), dataset)
         detector = make_detector(config)
         if detector.metadata["random_init"]:
@@ -208,7 +209,7 @@ def detect(root: Root, dataset: Dataset, config: Annotated[DetectionConfig, Flat
         rows = ", ".join(f"{count:,} {status}" for status, count in catalog.counts(stage).items())
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        sys.exit(STORAGE_UNREACHABLE)
+        sys.exit(1 if error.lasts else STORAGE_UNREACHABLE)
     say(f"{dataset}: {stage}, all rows: {rows}")
 
 

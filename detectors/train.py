@@ -36,6 +36,7 @@ from training.checkpoint import (
     MODEL,
     OPTIMIZER,
     Writer,
+    claim_run,
     load_optimizer,
     load_tensors,
     optimizer_tensors,
@@ -109,14 +110,16 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
     check_shares(recipe, world.size)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    run = prepare(recipe, world, print if world.first else lambda *_: None)
-    if run.step >= recipe.steps:
-        return last_metrics(run.writer.store, recipe.run)
-    run.network.train()
-    with recipe_precision(recipe), run.writer:
-        metrics = train_steps(run)
-    if world.first:
-        print(write_result(run, recipe.steps, metrics), flush=True)
+    with claim_run(open_store(recipe.root), recipe.run, world) as check:
+        run = prepare(recipe, world, print if world.first else lambda *_: None)
+        if run.step >= recipe.steps:
+            return last_metrics(run.writer.store, recipe.run)
+        run.writer.check = check
+        run.network.train()
+        with recipe_precision(recipe), run.writer:
+            metrics = train_steps(run)
+        if world.first:
+            print(write_result(run, recipe.steps, metrics), flush=True)
     return metrics
 
 

@@ -23,10 +23,16 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
     names = [dataset.name for dataset in datasets]
     _check_unique("datasets", names)
     _check_unique("runs", [settings.resolved_recipe.run for settings in (pretraining, *finetunings)])
-    _check_pretraining(pretraining)
+    _check_exists("pretraining.text", *pretraining.text)
+    _check_exists("pretraining.vocabulary_captions", *pretraining.vocabulary_captions)
+    _check_exists("pretraining.vocabulary", pretraining.vocabulary)
+    check_overrides(pretraining.overrides, pretrain.SETTINGS)
+    recipe = pretraining.resolved_recipe
+    if not isinstance(recipe.task, PretrainingSettings):
+        raise ValueError(f"pretraining.recipe {recipe.name} is not a pre-training recipe; name one of pretrain_*")
     keeping = {dataset.name for dataset in datasets if dataset.detector.keep_features}
     for name in (*pretraining.datasets, *pretraining.held_out):
-        _check_dataset("pretraining.datasets", name, names, keeping, pretraining.resolved_recipe)
+        _check_dataset("pretraining.datasets", name, names, keeping, recipe)
     for number, settings in enumerate(finetunings):
         setting = f"finetunings[{number}]"
         check_overrides(settings.overrides, finetune.SETTINGS)
@@ -50,15 +56,6 @@ def _check_sources(dataset: Dataset) -> None:
         identify(detector)
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from error
-
-
-def _check_pretraining(settings: PretrainSettings) -> None:
-    _check_exists("pretraining.text", *settings.text)
-    _check_exists("pretraining.vocabulary_captions", *settings.vocabulary_captions)
-    _check_exists("pretraining.vocabulary", settings.vocabulary)
-    check_overrides(settings.overrides, pretrain.SETTINGS)
-    if not isinstance(settings.resolved_recipe.task, PretrainingSettings):
-        raise ValueError(f"pretraining.recipe {settings.recipe} is not a pre-training recipe; name one of pretrain_*")
 
 
 def _check_dataset(setting: str, name: str, names: Iterable[str], keeping: Iterable[str], recipe: Recipe) -> None:

@@ -25,8 +25,7 @@ COMMITTED = "vlbert.images.committed"
 def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
     """Return True if a task failed because the network or the storage was unavailable. A retry may then help."""
     error = state.result(raise_on_failure=False)
-    status = getattr(error, "http_status", None)  # of the storage's response
-    return isinstance(error, ConnectionError | TimeoutError) and (status is None or status == 429 or status >= 500)
+    return isinstance(error, ConnectionError | TimeoutError) and not getattr(error, "lasts", False)
 
 
 # A task that uses the network, retried three times, after about 10, 20 and 40 s. The storage records what is done.

@@ -11,6 +11,7 @@ from flows.supervisor import run_child
 from flows.torchrun import Log
 from storage.object_store import open_store
 from storage.safe_json import parse_json
+from storage.settings import as_arguments
 
 
 def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str, Any]:
@@ -21,11 +22,9 @@ def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str,
     from vlbert.comparison.plans import find_plan  # here, because it imports torch, which other stages do not need
 
     plan = find_plan(settings.plan).name
-    command = [sys.executable, "-m", "vlbert", "compare", settings.plan, f"--data.root={root}"]
-    command += ["--fields", *settings.fields] if settings.fields else []
-    command += ["--seeds", *map(str, settings.seeds)] if settings.seeds else []
-    command += ["--jobs", str(settings.jobs)] if settings.jobs else []
-    run_child(command, log, grace=settings.grace)
+    options = {"fields": settings.fields, "seeds": settings.seeds, "jobs": settings.jobs}
+    arguments = as_arguments({"data.root": root} | {name: value for name, value in options.items() if value})
+    run_child([sys.executable, "-m", "vlbert", "compare", settings.plan, *arguments], log, grace=settings.grace)
     store, numbers = open_store(root), f"comparisons/{plan}/numbers.json"
     return parse_json(store.get(numbers), store.uri(numbers))
 

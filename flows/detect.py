@@ -18,7 +18,8 @@ from flows.artifacts import Artifact, escape, make_counts_table, stage_logger
 from flows.collect import networked
 from flows.machines import cancel_others, start_others
 from flows.supervisor import ChildFailed, run_child
-from storage.catalog import Catalog, datasets_with
+from storage.catalog import Catalog
+from storage.inventory import Inventory
 from storage.object_store import StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.settings import as_arguments, changed_fields
@@ -117,7 +118,7 @@ def detect_flow(
     """
     start_others(machines)
     store, logger = open_store(root), stage_logger()
-    names = list(datasets) or datasets_with(store, IMAGES)
+    names = list(datasets) or sorted(name for name, stage in Inventory(store).manifests if stage == IMAGES)
     if not names:
         logger.info("nothing to detect: no dataset under %s has images", store.uri(""))
     detected, failed = {}, []

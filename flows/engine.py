@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 from uuid import UUID
 
 from flows.prefect_patches import (
@@ -32,21 +31,13 @@ from flows.prefect_patches import (
     wait_for_server,
 )
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import FlowRun
-
 _KILL_DELAY = 3.5  # seconds between SIGTERM and SIGKILL, so that all processes exit within 5 s of the worker's end
 _PARENT_INTERVAL = 0.2  # seconds between two checks of the parent
 _STATE_INTERVAL = 1.0  # seconds between two requests of the run's state
 
 
 def exit_with_parent(parent: int) -> None:
-    """Start a thread that ends this process when the process with id `parent` is no longer its parent."""
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
+    """End this process when the process with id `parent` is no longer its parent. Call this in a thread."""
     while os.getppid() == parent:
         time.sleep(_PARENT_INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -54,23 +45,23 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def follow_state(run: UUID) -> None:
-    """Start a thread that ends this process if `run` or one of its stages is cancelled.
+def follow_state(run: UUID, began: datetime) -> None:
+    """Renew the concurrency slot of `run`, and end this process if `run` or one of its stages is cancelled.
 
-    The thread also renews the run's concurrency slot.
+    Call this in a thread. `began` is when this process began.
     """
-    threading.Thread(target=_follow, args=(run, datetime.now(UTC)), daemon=True).start()
-
-
-def _follow(run: UUID, began: datetime) -> None:
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+    from prefect.client.schemas.sorting import FlowRunSort
 
+    stages = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
     logger, renewed = logging.getLogger("prefect.engine"), (None, 0.0)
     with fail_fast(), get_client(sync_client=True) as client:
         while True:
             time.sleep(_STATE_INTERVAL)
             try:
-                flow_runs = [client.read_flow_run(run), *read_stage_runs(client, run)]
+                flow_runs = [client.read_flow_run(run)]
+                flow_runs += client.read_flow_runs(flow_run_filter=stages, sort=FlowRunSort.START_TIME_DESC)
                 for flow_run in flow_runs:
                     if is_wrongly_crashed(flow_run, began):
                         set_running(client, flow_run)
@@ -81,15 +72,6 @@ def _follow(run: UUID, began: datetime) -> None:
             except Exception as error:  # noqa: BLE001  the server is unreachable or failing: try again
                 logger.debug("cannot read the state of the run: %s", error)
     end_as_cancelled()
-
-
-def read_stage_runs(client: "SyncPrefectClient", run: UUID) -> "list[FlowRun]":
-    """Return the flow runs of the stages that `run` has started."""
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
-    from prefect.client.schemas.sorting import FlowRunSort
-
-    children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
-    return client.read_flow_runs(flow_run_filter=children, sort=FlowRunSort.START_TIME_DESC)
 
 
 def run_engine() -> None:
@@ -116,11 +98,12 @@ def run_engine() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_parent(os.getppid())
+    threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     wait_for_server()
     keep_slot()
     handle_sigterm_once()
     # Let the engine report a run as Cancelled, because the worker may be unable to.
     os.environ["PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"] = "true"
-    follow_state(UUID(os.environ["PREFECT__FLOW_RUN_ID"]))
+    run = UUID(os.environ["PREFECT__FLOW_RUN_ID"])
+    threading.Thread(target=follow_state, args=(run, datetime.now(UTC)), daemon=True).start()
     run_engine()

@@ -1,6 +1,6 @@
 """Work around bugs of Prefect 3.9.1 that affect runs of several days.
 
-    python -m flows.prefect_patches server start ...    runs `prefect server start ...` with `collect_garbage_in_thread`
+    python -m flows.prefect_patches server start ...    runs `prefect server start ...` with the last two functions
 
 `python -m flows.engine` uses the other functions. With each new version of Prefect, disable one function at a time and
 run its test in tests/flows/test_prefect_patches.py. If the test passes without the function, delete the function.
@@ -13,6 +13,7 @@ run its test in tests/flows/test_prefect_patches.py. If the test passes without 
 | `handle_sigterm_once`       | 21616           | a second SIGTERM interrupts the cleanup that the first one started   |
 | `end_as_cancelled`          | 21616           | a stage, or a run after an outage of the server, cannot be cancelled |
 | `collect_garbage_in_thread` | 18934           | a server on SQLite blocks itself for a minute                        |
+| `start_in_order`            | 23084           | any of a deployment's waiting runs gets its free slot                |
 """
 
 import gc
@@ -24,9 +25,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ NO_SIGN = "no sign of life"  # prefix of the alarm messages of flows/deploy.py
 _RETRIES = "8"  # retries of a request, after 2, 4, ... and 256 s: for outages of up to 8 minutes
 _LEASE = 86400.0  # seconds that a run keeps its concurrency slot without a renewal: the server's maximum
 _SHORT_LEASE = 60.0  # the same, until the run's state names the lease: the server's minimum
-_RENEW_SECONDS = 600.0  # time between two renewals
+_RENEW_SECONDS = _SHORT_LEASE / 3  # time between two renewals: no lease is shorter
 _NO_LIMIT = "a run without a slot"  # name of a concurrency limit that does not exist: a lease of it frees no slot
 _STARTUP_SECONDS = 30.0  # time after which a server has allocated its permanent objects
 _COLLECT_SECONDS = 5.0  # time between two garbage collections
@@ -79,16 +80,17 @@ def keep_slot() -> None:
 def renew_slot(
     client: "SyncPrefectClient", run: "FlowRun", renewed: tuple[UUID | None, float]
 ) -> tuple[UUID | None, float]:
-    """Renew the lease of the run's concurrency slot for a day, if a renewal is due.
+    """Renew the lease of the run's concurrency slot for a day, if a renewal is due, as in each new state of the run.
 
-    Returns the lease and the time of its renewal, for the next call's `renewed`. The first call gets (None, 0.0).
+    Returns the id of the state and the time of its renewal, for the next call's `renewed`. The first call gets
+    (None, 0.0). When a run becomes Running, the server shortens its lease to minutes.
     """
     state, now = run.state, time.monotonic()
     lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
-    if lease is None or (lease == renewed[0] and now - renewed[1] < _RENEW_SECONDS):
+    if state is None or lease is None or (state.id == renewed[0] and now - renewed[1] < _RENEW_SECONDS):
         return renewed
     client.renew_concurrency_lease(lease, _LEASE)
-    return lease, now
+    return state.id, now
 
 
 def is_wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
@@ -150,7 +152,7 @@ def end_as_cancelled() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# --- a server on SQLite -----------------------------------------------------------------------------------------------
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
 def collect_garbage_in_thread() -> None:
@@ -173,6 +175,33 @@ def collect_garbage_in_thread() -> None:
     threading.Thread(target=collect, daemon=True).start()
 
 
+def start_in_order() -> None:
+    """Make the server give a deployment's free slots to those of its due runs that were scheduled first."""
+    from prefect.server.models import deployments  # first: the other module cannot be imported before it
+    from prefect.server.orchestration import core_policy as core
+
+    class InOrder(core.SecureFlowConcurrencySlots):
+        async def before_transition(self, initial_state, proposed_state, context) -> None:
+            run, runs, session = context.run, core.orm_models.FlowRun, context.session
+            deployment = await deployments.read_deployment(session, run.deployment_id) if run.deployment_id else None
+            limit = deployment.global_concurrency_limit if deployment else None
+            wait = core.get_current_settings().server.deployments.concurrency_slot_wait_seconds
+            then: Any = core.now("UTC") + timedelta(seconds=wait)  # when a waiting run asks again
+            same = runs.deployment_id == run.deployment_id, runs.work_queue_id == run.work_queue_id
+            due = runs.state_type == core.StateType.SCHEDULED, runs.next_scheduled_start_time <= then
+            first = runs.expected_start_time < run.expected_start_time
+            earlier = core.select(core.sa.func.count()).where(*same, *due, first)
+            if limit and 0 < limit.limit - limit.active_slots <= await session.scalar(earlier):
+                self._acquired_deployment_concurrency_limit_id = self._acquired_deployment_concurrency_lease_id = None
+                waiting = core.states.Scheduled(then, name="AwaitingConcurrencySlot")
+                await self.reject_transition(waiting, "Earlier runs of the deployment are waiting.")
+            else:
+                await super().before_transition(initial_state, proposed_state, context)
+
+    core.SecureFlowConcurrencySlots = InOrder  # ty: ignore[invalid-assignment] patched
+
+
 if __name__ == "__main__":
     collect_garbage_in_thread()
+    start_in_order()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -61,11 +61,6 @@ class Processes:
             )
 
     @property
-    def world(self) -> int:
-        """Number of processes on all nodes."""
-        return self.count * self.nodes
-
-    @property
     def environment(self) -> dict[str, str]:
         """Environment variables for torchrun: CPU threads, and the shutdown timeout (`grace`, but at least 30 s)."""
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
@@ -88,8 +83,22 @@ def resolve_recipe(recipe: str, run: str, overrides: tuple[str, ...]) -> "Recipe
     return make_recipe(name, [*arguments, *([f"--run_name={run}"] if run else []), *overrides], RECIPES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Settings that all training stages have."""
+
+    __pydantic_config__ = FORM
+
+    run: str = ""
+    """Name of the run under ROOT/runs; empty: the recipe's name."""
+    overrides: tuple[str, ...] = ()
+    """Changed fields of the recipe, as arguments of `vlbert train` or `vlbert train-detector`: --field=value."""
+    processes: Processes = Processes()
+    """Processes of the training."""
+
+
 @dataclass(frozen=True)
-class TrainDetectorSettings(AnnotationConfig):
+class TrainDetectorSettings(TrainingSettings, AnnotationConfig):
     """Settings for training a detector on annotated images.
 
     A setting that is None or empty keeps the recipe's value.
@@ -97,26 +106,16 @@ class TrainDetectorSettings(AnnotationConfig):
 
     recipe: str = "detector_vg_resnet101"
     """Recipe of detectors/recipes.py."""
-    run: str = ""
-    """Name of the run under ROOT/runs; empty: the recipe's name."""
     init_from: str | None = None
     """Weight file to start from: of an ImageNet ResNet, or of a detector."""
-    overrides: tuple[str, ...] = ()
-    """Changed fields of the recipe, as arguments of `vlbert train-detector`: --field=value."""
-    processes: Processes = Processes()
-    """Processes of the training."""
 
 
 @dataclass(frozen=True)
-class PretrainSettings:
+class PretrainSettings(TrainingSettings):
     """Settings of a pre-training run: a recipe, and changes to some of its fields."""
-
-    __pydantic_config__ = FORM
 
     recipe: str = "pretrain_vlbert"
     """Recipe of vlbert/recipes/, with its arguments, such as `pretrain_vlbert --size large`."""
-    run: str = ""
-    """Name of the run under ROOT/runs; empty: the recipe's name."""
     datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
     """Datasets to train on, each with its sampling weight; without weights: in proportion to their sizes."""
     held_out: tuple[str, ...] = ()
@@ -131,10 +130,6 @@ class PretrainSettings:
     """Caption lists whose words a built vocabulary must contain."""
     monitored_words: tuple[str, ...] = ()
     """Words that can only be predicted from the image: validation reports separate metrics for them."""
-    overrides: tuple[str, ...] = ()
-    """Changed fields of the recipe, as arguments of `vlbert train`: --field=value."""
-    processes: Processes = Processes()
-    """Processes of the training."""
 
     @property
     def resolved_recipe(self) -> "Recipe":
@@ -143,17 +138,13 @@ class PretrainSettings:
 
 
 @dataclass(frozen=True)
-class FinetuneSettings:
+class FinetuneSettings(TrainingSettings):
     """Settings of a fine-tuning run. The run starts from a pre-trained checkpoint or, for comparison, without one."""
-
-    __pydantic_config__ = FORM
 
     task: Literal["refcoco", "vqa", "vcr", "retrieval"] = "refcoco"
     """Task of vlbert/tasks."""
     recipe: str = ""
     """Recipe of vlbert/recipes/, with its arguments; empty: finetune_TASK."""
-    run: str = ""
-    """Name of the run under ROOT/runs; empty: the recipe's name."""
     folder: str = ""
     """Local folder with the task's annotations, as published by its authors."""
     dataset: str = ""
@@ -167,10 +158,6 @@ class FinetuneSettings:
     evaluate: tuple[str, ...] = ()
     """Splits, named as in the task's files, to evaluate the last checkpoint on. Each evaluation writes predictions, a
     page, and the files for a leaderboard."""
-    overrides: tuple[str, ...] = ()
-    """Changed fields of the recipe, as arguments of `vlbert train`: --field=value."""
-    processes: Processes = Processes()
-    """Processes of the training."""
 
     @property
     def dataset_name(self) -> str:

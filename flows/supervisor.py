@@ -2,17 +2,16 @@
 
 This file is also a program, the supervisor, which runs between the flow and its child. The supervisor has its own
 session and uses only the standard library. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those
-that left the child's session, such as torchrun's ranks. Its standard input is a socket to the flow. When the flow's end
-of the socket closes, even after `kill -9`, the supervisor ends all descendants: SIGTERM, a grace period, SIGKILL. The
-child's output has a separate pipe, because programs that read the flow's stdout would otherwise wait for the child.
-Linux only (prctl, /proc).
+that left the child's session, such as torchrun's ranks. When the flow ends, even by `kill -9`, the kernel sends SIGTERM
+to the supervisor (PR_SET_PDEATHSIG), which ends all descendants: SIGTERM, a grace period, SIGKILL. The child's output
+has a separate pipe, because programs that read the flow's stdout would otherwise wait for the child. Linux only (prctl,
+/proc).
 """
 
 import contextlib
 import ctypes
 import os
 import resource
-import select
 import shlex
 import signal
 import socket
@@ -88,7 +87,7 @@ def run_child(
                 tail.append(line)
                 log(line)
 
-    process, lifeline = _start(command, subprocess.PIPE, grace, environment)
+    process, report = _start(command, subprocess.PIPE, grace, environment)
     reader = threading.Thread(target=printed.extend, args=(process.stdout,), daemon=True)
     reader.start()
     try:
@@ -100,7 +99,7 @@ def run_child(
             time.sleep(_POLL)
         late = process.returncode is None
     finally:
-        returncode, peak_bytes = _stop(process, lifeline, grace)
+        returncode, peak_bytes = _stop(process, report, grace)
     reader.join(1.0)  # with a limit, because another process may still hold the pipe
     log_printed()
     watch()
@@ -123,17 +122,17 @@ def run_in_background(
     Yields a function that returns True while the command is running.
     """
     with open(log, "ab") as file:
-        process, lifeline = _start([str(part) for part in command], file, grace, environment)
+        process, report = _start([str(part) for part in command], file, grace, environment)
     try:
         yield lambda: process.poll() is None
     finally:
-        _stop(process, lifeline, grace)
+        _stop(process, report, grace)
 
 
 def _start(
     command: list[str], output: int | IO[bytes], grace: float, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """Start the supervisor. Return its process and a socket to it. Closing the socket ends all children."""
+    """Start the supervisor. Return its process, and the socket to which it writes a report when it ends."""
     if sys.platform != "linux":
         raise RuntimeError(f"child processes need prctl and /proc of Linux, but this is {sys.platform}")
     if threading.current_thread() is not threading.main_thread():
@@ -143,7 +142,7 @@ def _start(
     with theirs:
         process = subprocess.Popen(
             # -I -S: the environment and site-packages cannot interfere, and it starts in 20 ms.
-            [sys.executable, "-I", "-S", __file__, str(grace), *command],
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace), *command],
             stdin=theirs.fileno(),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -155,110 +154,97 @@ def _start(
     return process, ours
 
 
-def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float) -> tuple[int, int]:
+def _stop(process: subprocess.Popen, report: socket.socket, grace: float) -> tuple[int, int]:
     """End the process tree if it is still running. Return the child's return code and the peak memory in bytes."""
-    with lifeline:
-        lifeline.shutdown(socket.SHUT_WR)
-        try:
-            process.wait(grace + _KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        report = lifeline.recv(64).split()  # empty if the supervisor was killed
+    process.terminate()
+    try:
+        process.wait(grace + _KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    with report:
+        numbers = report.recv(64).split()  # empty if the supervisor was killed
     process.wait()
-    return (int(report[0]), int(report[1])) if report else (process.returncode, 0)
+    return (int(numbers[0]), int(numbers[1])) if numbers else (process.returncode, 0)
 
 
 # --- the program between the flow and its child -----------------------------------------------------------------------
 
 _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_AWAITED = {*_STOP, signal.SIGCHLD}
 
 
-def _supervise(command: list[str], grace: float) -> None:
-    """Run `command` until it ends, the flow ends or a signal arrives. Then end all its descendants."""
+def _supervise(command: list[str], flow: int, grace: float) -> None:
+    """Run `command` until it ends, the process `flow` ends or a signal arrives. Then end all its descendants."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, there are no statuses to wait for
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # In addition to the socket, because a process forked by the flow without exec would hold its end open.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    awake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    for number in (*_STOP, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)
+    if os.getppid() != flow:  # it has already ended
+        return
 
-    # Blocked until exec, so that the handlers above do not swallow a signal that is meant for the child.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
-    child = os.fork()
-    if child == 0:
-        _exec_child(command, prctl)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+    def prepare() -> None:  # called in the child before exec
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in _STOP:  # ignored signals stay ignored after exec
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
     statuses: dict[int, int] = {}
-    while child not in statuses:
-        ready, _, _ = select.select([sys.stdin.fileno(), awake], [], [])
+    while child.pid not in statuses and signal.sigwait(_AWAITED) == signal.SIGCHLD:
         _reap(statuses)
-        if sys.stdin.fileno() in ready or (awake in ready and _STOP & set(os.read(awake, 4096))):
-            break
     _end_descendants(grace, statuses)
     peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with contextlib.suppress(OSError):  # the flow may have ended
-        os.write(sys.stdin.fileno(), f"{os.waitstatus_to_exitcode(statuses[child])} {peak_bytes}".encode())
-
-
-def _exec_child(command: list[str], prctl: Callable) -> None:
-    try:
-        os.setsid()
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # Python ignores the last two, and ignored signals stay ignored after exec.
-        for number in (*_STOP, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-        os.execvp(command[0], command)
-    except OSError as error:
-        os.write(2, f"cannot start {command[0]}: {error.strerror}\n".encode())
-    finally:
-        os._exit(127)
+        os.write(sys.stdin.fileno(), f"{os.waitstatus_to_exitcode(statuses[child.pid])} {peak_bytes}".encode())
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
     """End all descendants: SIGTERM once, and SIGKILL after `grace` seconds. Put their wait statuses into `statuses`."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
-    while alive := _descendants(os.getpid()):
+    while _reap(statuses):
         late = time.monotonic() > deadline
-        for pid in alive if late else alive - signalled:
+        found = _descendants(os.getpid())
+        for pid in found if late else found - signalled:
             with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        signalled |= alive
+        signalled |= found
         time.sleep(0.02)
-        _reap(statuses)
-    _reap(statuses)  # those that ended just before
 
 
-def _reap(statuses: dict[int, int]) -> None:
-    """Record the wait status of every child that has ended, including adopted ones, by process id in `statuses`."""
-    with contextlib.suppress(ChildProcessError):  # there are no children
+def _reap(statuses: dict[int, int]) -> bool:
+    """Record the wait status of every child that has ended, including adopted ones, by process id in `statuses`.
+
+    Returns False if no children are left, and so no descendants.
+    """
+    try:
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             statuses[ended[0]] = ended[1]
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _descendants(ancestor: int) -> set[int]:
-    """Return the process ids of the running descendants of `ancestor`, from /proc."""
-    children: dict[int, list[tuple[int, bool]]] = {}
+    """Return the process ids of the descendants of `ancestor`, from /proc, with those that have just ended."""
+    children: dict[int, set[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]  # the name before may hold anything
-            # If only the first thread has ended, the process looks like a zombie, but other threads still run.
-            ended = state in (b"Z", b"X") and len(os.listdir(f"/proc/{name}/task")) < 2
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended in the meantime
-        children.setdefault(int(parent), []).append((int(name), ended))
-    running, pending = set(), [ancestor]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
+            stat = Path("/proc", name, "stat").read_bytes()
+            parent = stat.rpartition(b")")[2].split()[1]  # the name before may hold anything
+            children.setdefault(int(parent), set()).add(int(name))
+    found, pending = set(), [ancestor]
     while pending:
-        below = children.get(pending.pop(), [])
-        pending += [pid for pid, _ in below]
-        running |= {pid for pid, ended in below if not ended}
-    return running
+        below = children.get(pending.pop(), set())
+        pending += below
+        found |= below
+    return found
 
 
 if __name__ == "__main__":
-    _supervise(sys.argv[2:], float(sys.argv[1]))
+    _supervise(sys.argv[3:], int(sys.argv[1]), float(sys.argv[2]))

@@ -63,7 +63,7 @@ def train(
 
     run, processes, peak_bytes = settings.resolved_recipe.run, settings.processes, 0
     fields = {"data.root": root, "run_name": run} | fields
-    complete = finish_if_complete(override_values(settings.resolved_recipe, fields), processes.world)
+    complete = finish_if_complete(override_values(settings.resolved_recipe, fields), processes.count * processes.nodes)
     if complete:
         log(complete)
     else:

@@ -17,10 +17,6 @@ BLANK = "0" * 64
 _MARKS = (f'"{OWN_SHA256}": "'.encode(), f"{OWN_SHA256}\x18@".encode())
 
 
-class UnsupportedVersion(ValueError):
-    """Raised for a file that another version of this code wrote. The file is not damaged."""
-
-
 def sha256_of(file: Path | io.BufferedReader) -> str:
     """Return the sha256 of a file's bytes, as hex digits."""
     if isinstance(file, Path):
@@ -30,9 +26,9 @@ def sha256_of(file: Path | io.BufferedReader) -> str:
 
 
 def check_version(actual: object, version: int, location: str) -> None:
-    """Raise UnsupportedVersion, naming `location`, if a file's version is not the one that this code reads."""
+    """Raise ValueError, naming `location`, if a file's version is not the one that this code reads."""
     if type(actual) is not int or actual != version:
-        raise UnsupportedVersion(
+        raise ValueError(
             f"{location} has version {short_repr(actual)}, but this code reads {version}: use the code that wrote it"
         )
 

@@ -16,7 +16,7 @@ _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 _MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
 TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
-_STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
+_STATE = re.compile(r"runs/.+/step-\d+/state\.json")
 
 
 class Inventory:
@@ -38,7 +38,7 @@ class Inventory:
                 self.snapshots[match[1], match[2]][match[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
-        self.states = _states(store) if dataset is None else {}
+        self.states = _list_states(store) if dataset is None else []
         if dataset is not None and not self.manifests:
             raise ValueError(f"{store.uri(dataset)} has no committed shard; `vlbert catalog status` lists the datasets")
 
@@ -52,9 +52,9 @@ class Inventory:
         """Return (dataset, stage, snapshot id) of each snapshot that a checkpoint pins."""
         while True:
             try:
-                return {pin for steps in self.states.values() for path in steps.values() for pin in self._pins_of(path)}
+                return {pin for path in self.states for pin in self._pins_of(path)}
             except ObjectMissing:  # a training run has replaced a checkpoint since the listing
-                self.states = _states(self.store)
+                self.states = _list_states(self.store)
 
     def _pins_of(self, path: str) -> Iterator[tuple[str, str, str]]:
         state: dict | None = read_state(self.store, path.removesuffix(f"/{STATE}"))
@@ -73,13 +73,9 @@ class Inventory:
             ) from error
 
 
-def _states(store: ObjectStore) -> dict[str, dict[int, str]]:
-    """Map each run to the paths of its checkpoints' state.json files, keyed by step."""
-    states: dict[str, dict[int, str]] = defaultdict(dict)
-    for info in store.list("runs/"):
-        if match := _STATE.fullmatch(info.path):
-            states[match[1]][int(match[2])] = info.path
-    return states
+def _list_states(store: ObjectStore) -> list[str]:
+    """Return the sorted paths of the state.json files of all checkpoints."""
+    return sorted(info.path for info in store.list("runs/") if _STATE.fullmatch(info.path))
 
 
 def manifest_names(revisions: dict[int, ObjectInfo]) -> list[str]:

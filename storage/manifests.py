@@ -7,7 +7,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -37,7 +37,6 @@ SCHEMA = pa.schema(
 )
 # Written out, so that other defaults of pyarrow do not change the files. Snapshots use them as well.
 PARQUET = {"version": "2.6", "data_page_version": "1.0", "compression": "zstd", "compression_level": 3}
-_NULLS = (None,) * 6  # offset, length, width, height, num_regions and sha256 of a row that is not ok
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,12 @@ class Manifest(Header):
         return self.table.filter(pc.equal(self.table["status"], OK))
 
 
-def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
+def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[dict], metadata: dict) -> bytes:
     """Encode a manifest as bytes. Equal arguments give equal bytes, as long as the version of pyarrow is the same.
 
     Args:
         spans: for each ok row, the position of its sample in the tar
-        facts: for each ok row, its width, height, number of regions (or None) and sha256
+        facts: for each ok row, its width, height, num_regions (or None) and sha256
         metadata: the other fields of the header: stage, shard, tar, tar_sha256, tar_bytes, content and meta
     """
     header = {
@@ -123,12 +122,9 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
         "shard_version": SHARD_VERSION,
         "statuses": dict(sorted(Counter(row.status for row in rows).items())),
     }
-    ok = iter([(span.offset, span.length, *fact) for span, fact in zip(spans, facts, strict=True)])
-    lines = [
-        (r.row, r.key, r.status, r.detail, r.url, *(next(ok) if r.status == OK else _NULLS), r.license) for r in rows
-    ]
-    columns = [pa.array([line[i] for line in lines], type=field.type) for i, field in enumerate(SCHEMA)]
-    return table_bytes(pa.Table.from_arrays(columns, schema=SCHEMA), header)
+    ok = ({"offset": span.offset, "length": span.length, **fact} for span, fact in zip(spans, facts, strict=True))
+    lines = [asdict(row) | (next(ok) if row.status == OK else {}) for row in rows]
+    return table_bytes(pa.Table.from_pylist(lines, schema=SCHEMA), header)
 
 
 def table_bytes(table: pa.Table, header: dict) -> bytes:

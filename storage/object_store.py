@@ -5,6 +5,7 @@ writers, even on different machines, put the same object, only the first put ret
 """
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -34,15 +35,15 @@ _HINT = (
     "the session token may have expired or lack a permission (writers need s3:PutObject). Then run again: committed "
     "shards are kept"
 )
+# Errors of a folder that remain until a user changes it, unlike a full disk or a file server that is away
+_LASTING = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+_opened: set[Path] = set()  # roots that this process has opened
 
 Content = bytes | Path  # an object's bytes, or a file that holds them
 
 
-class ObjectMissing(KeyError):
+class ObjectMissing(LookupError):
     """Raised for an object that does not exist."""
-
-    def __str__(self) -> str:
-        return self.args[0]  # KeyError would print the message in quotes
 
 
 class StorageUnreachable(ConnectionError):
@@ -50,7 +51,15 @@ class StorageUnreachable(ConnectionError):
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
-        self.http_status = http_status  # of the server's answer; None if there was none
+        # Of the server's answer; 400 if no request can be made, as without credentials; None if there was no answer.
+        self.http_status = http_status
+
+    @property
+    def lasts(self) -> bool:
+        """True if a later attempt must fail too, unless someone changes settings, rights or folders."""
+        status = self.http_status
+        refused = status is not None and (status < 500 or status == 501) and status not in (408, 409, 429)
+        return refused or getattr(self.__cause__, "errno", None) in _LASTING
 
 
 @dataclass(frozen=True)
@@ -100,11 +109,14 @@ class LocalStore:
                 os.scandir(self._folder).close()
             except OSError as error:
                 raise StorageUnreachable(
-                    f"cannot read the folder {self._folder}: {error}. Name the root that the data was written to"
+                    f"cannot read the folder {self._folder}: {error}. Name the root that the data was written to, "
+                    "or put it back if it was moved"
                 ) from error
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._folder not in _opened:  # else it was moved away or unmounted: see `_open_new`
+                self._folder.mkdir(parents=True, exist_ok=True)
+            _opened.add(self._folder)
             with self._probe() as probe, self._probe() as other:
                 other.unlink()
                 os.link(probe, other)
@@ -130,18 +142,14 @@ class LocalStore:
 
         If the object cannot be written, raises StorageUnreachable and leaves an existing object unchanged.
         """
-        with _write_errors(file := self._file(path)):
+        with _write_errors(file := self.local_path(path), self._folder):
             if if_absent and file.exists():
                 return False
             # In the same folder, so that the rename stays within one file system; with a dot, so that `list` skips it.
             temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
             try:
-                with _open_new(temporary) as out:
-                    if isinstance(data, Path):
-                        with data.open("rb") as source:
-                            shutil.copyfileobj(source, out, 1 << 20)
-                    else:
-                        out.write(data)
+                with _open_new(temporary, self._folder) as out, _open_content(data) as source:
+                    shutil.copyfileobj(source, out, 1 << 20)
                     out.flush()
                     os.fsync(out.fileno())
                 if if_absent:
@@ -173,7 +181,7 @@ class LocalStore:
 
     def exists(self, path: str) -> bool:
         """Return True if the object exists."""
-        return self._file(path).is_file()
+        return self.local_path(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield all objects whose path begins with `prefix`, sorted by path. The prefix may end within a name."""
@@ -202,15 +210,15 @@ class LocalStore:
 
     def delete(self, path: str) -> None:
         """Delete an object. An object that does not exist is not an error."""
-        self._remove(self._file(path))
+        self._remove(self.local_path(path))
 
-    def local_path(self, path: str) -> Path | None:
-        """Return the path of the object's local file, or None on S3."""
-        return self._file(path)
+    def local_path(self, path: str) -> Path:
+        """Return the path of the object's local file. S3Store returns None."""
+        return self._folder / _check_path(path)
 
     def uri(self, path: str = "") -> str:
         """Return the local path or s3:// URI of an object, for messages and reports. The default is the root."""
-        return str(self._file(path) if path else self._folder)
+        return str(self.local_path(path) if path else self._folder)
 
     def now(self) -> float:
         """Return the storage's time in seconds since 1970, or this machine's time if no file can be written."""
@@ -232,23 +240,20 @@ class LocalStore:
                     yield ObjectInfo(str(file), status.st_size, status.st_mtime)
 
     def _remove(self, file: Path) -> None:
-        """Remove a file and, if its folder is now empty, the folder too. A bucket has no empty folders either."""
-        with _write_errors(file):
+        """Remove a file, and the folders that are now empty. A bucket has no empty folders either."""
+        with _write_errors(file, self._folder):
             try:
                 file.unlink()
             except FileNotFoundError:
                 return  # another writer may have just made the folder for its own file
-        if file.parent != self._folder:
-            with contextlib.suppress(OSError):  # the folder is not empty
-                file.parent.rmdir()
-
-    def _file(self, path: str) -> Path:
-        return self._folder / _check_path(path)
+        with contextlib.suppress(OSError):  # a folder is not empty
+            for parent in file.relative_to(self._folder).parents[:-1]:
+                (self._folder / parent).rmdir()
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[BinaryIO]:
         try:
-            with self._file(path).open("rb") as file:
+            with self.local_path(path).open("rb") as file:
                 yield file
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise ObjectMissing(f"there is no object {path} under {self.root}") from error
@@ -260,29 +265,38 @@ class LocalStore:
 
 
 @contextlib.contextmanager
-def _write_errors(file: Path) -> Iterator[None]:
+def _write_errors(file: Path, root: Path) -> Iterator[None]:
     """Context manager that turns OSError into StorageUnreachable. The message names the file and gives advice."""
     try:
         yield
     except OSError as error:
-        raise StorageUnreachable(
-            f"cannot write or remove {file}: {error}. Free disk space (`vlbert catalog gc` lists what may be deleted) "
-            "or make the file writable for this user, then run again: committed shards are kept"
-        ) from error
+        advice = (
+            "Free disk space (`vlbert catalog gc` lists what may be deleted) or make the file writable for this user, "
+            "then run again: committed shards are kept"
+        )
+        if not root.is_dir():
+            advice = f"The root {root} was moved or unmounted: put it back, or start again with its new path"
+        raise StorageUnreachable(f"cannot write or remove {file}: {error}. {advice}") from error
 
 
-def _open_new(file: Path) -> BinaryIO:
-    """Create a file. If parent folders are created, sync them, so that they survive a power failure."""
+def _open_content(data: Content) -> BinaryIO:
+    return io.BytesIO(data) if isinstance(data, bytes) else data.open("rb")
+
+
+def _open_new(file: Path, root: Path) -> BinaryIO:
+    """Create a file. If folders below `root` are created, sync them, so that they survive a power failure."""
     for left in reversed(range(_FOLDERS)):
-        made = [folder for folder in file.parents if not folder.is_dir()]
+        made = [folder for folder in file.parents if folder.is_relative_to(root) and not folder.is_dir()]
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            for folder in reversed(made):
+                if folder != root:  # it was moved away or unmounted: files in a new one would be lost to its readers
+                    folder.mkdir(exist_ok=True)
             opened = file.open("xb")
             break
         # Another process removed the last file of the folder, and the folder with it, before the file was created or
         # while mkdir checked whether the path is a folder.
         except (FileNotFoundError, FileExistsError):
-            if not left or file.exists():
+            if not left or file.exists() or root in made:
                 raise
     for folder in made:
         _sync_folder(folder.parent)
@@ -358,7 +372,8 @@ class S3Store:
                 raise
         raise StorageUnreachable(
             f"{_endpoint()} does not honour If-None-Match: it wrote {self.uri('.probe')} twice or refused the header, "
-            "so two writers could overwrite each other's commits. Use an endpoint with conditional writes"
+            "so two writers could overwrite each other's commits. Use an endpoint with conditional writes",
+            501,
         )
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
@@ -379,7 +394,7 @@ class S3Store:
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
             try:
-                with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
+                with _open_content(data) as file:
                     self._call("put_object", path, Body=file, **arguments)
                 return True
             except StorageUnreachable as error:
@@ -397,14 +412,24 @@ class S3Store:
         except ObjectMissing:
             return None
 
-    def get(self, path: str) -> bytes:
-        return self._read(path)
+    def get(self, path: str, **byte_range: str) -> bytes:
+        from botocore.exceptions import BotoCoreError
+
+        failure = None
+        for _ in range(_ATTEMPTS):
+            body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
+            try:
+                return body.read()
+            except BotoCoreError as error:  # botocore does not repeat a request if its body ends early
+                failure = error
+        message = f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(failure))}"
+        raise StorageUnreachable(message) from failure
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
         if length == 0:
             return b""  # an HTTP range cannot be empty
         try:
-            data = self._read(path, Range=f"bytes={offset}-{offset + length - 1}")
+            data = self.get(path, Range=f"bytes={offset}-{offset + length - 1}")
         except StorageUnreachable as error:
             if error.http_status != 416:
                 raise
@@ -427,9 +452,8 @@ class S3Store:
     def delete(self, path: str) -> None:
         self._call("delete_object", path, Key=self._key(path))
 
-    def local_path(self, path: str) -> Path | None:
+    def local_path(self, path: str) -> None:
         _check_path(path)
-        return None
 
     def uri(self, path: str = "") -> str:
         return f"s3://{self.bucket}/{self._prefix}{path}"
@@ -474,32 +498,19 @@ class S3Store:
     @contextlib.contextmanager
     def _errors(self, operation: str, path: str) -> Iterator[None]:
         """Context manager that turns botocore's errors into ObjectMissing or StorageUnreachable."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
         try:
             yield
         except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: the endpoint is not a URL
             answer = error.response if isinstance(error, ClientError) else {}
+            away = isinstance(error, ConnectionError | HTTPClientError)
             if path and answer and answer["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             raise StorageUnreachable(
                 f"{operation} of {self.uri(path)} at {_endpoint()} failed: {redacted(str(error))}. {_HINT}",
-                answer["ResponseMetadata"]["HTTPStatusCode"] if answer else None,
+                answer["ResponseMetadata"]["HTTPStatusCode"] if answer else None if away else 400,
             ) from error
-
-    def _read(self, path: str, **byte_range: str) -> bytes:
-        from botocore.exceptions import BotoCoreError
-
-        for attempt in range(_ATTEMPTS):
-            body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
-            try:
-                return body.read()
-            except BotoCoreError as error:  # botocore does not repeat a request if its body ends early
-                if attempt == _ATTEMPTS - 1:
-                    raise StorageUnreachable(
-                        f"the download of {self.uri(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
-                    ) from error
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 ObjectStore = LocalStore | S3Store

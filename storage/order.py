@@ -105,8 +105,6 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
     Returns:
         Two int64 arrays [count]: the index of each draw's sequence, and the index of the draw within that sequence.
     """
-    if len(weights) == 1:
-        return np.zeros(count, np.int64), np.arange(consumed, consumed + count)
     shares = np.array(weights, np.float64) / sum(weights)
     # Up to time t, at most t * s + 1/2 draws of a sequence are due, in total t plus half a draw per sequence. So the
     # draws due by this time are among the first `consumed` ones. Start one draw earlier in each sequence, in case a

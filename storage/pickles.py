@@ -87,7 +87,7 @@ for _core in ("numpy.core", "numpy._core"):  # numpy 1 and numpy 2
     }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # written in Python, because the one in C allocates what a damaged index names
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STAND_INS:
             raise UnsafePickle(printable(f"{module}.{name}"[:100]))
@@ -105,7 +105,7 @@ def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
     """
     try:
         return _Unpickler(io.BytesIO(data), encoding=encoding).load()
-    except UnsafePickle:
+    except (UnsafePickle, MemoryError):
         raise
     except Exception as error:  # a pickle is a program and can raise anything
         reason = f"{type(error).__name__}: {printable(error)[:200]}"

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from storage.memory import is_memory_error
+
 # Arguments that several commands have.
 Positional = tyro.conf.Positional
 Root = Annotated[str, Positional, tyro.conf.arg(metavar="ROOT", help="a folder, or s3://bucket/prefix")]
@@ -25,7 +27,7 @@ class Command:
     """The `main` of a command: parses the command line, and calls `function` with the arguments.
 
     If `function` is a dict, its keys are the names of subcommands. For ValueError, OSError and the `expected` errors,
-    it prints one line and exits with status 1. After Ctrl-C, it exits with status 130.
+    and if memory is short, it prints one line and exits with status 1. After Ctrl-C, it exits with status 130.
     """
 
     def __init__(
@@ -43,6 +45,11 @@ class Command:
             raise
         except self.expected as error:
             sys.exit(f"{self.program}: {error}")
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and not is_memory_error(error):
+                raise
+            text = "; ".join([str(error) or "out of memory", *getattr(error, "__notes__", [])])
+            sys.exit(f"{self.program}: {text}; raise `ulimit -v`, or use a machine with more memory, and run again")
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

@@ -4,12 +4,19 @@ from collections import Counter
 from collections.abc import Mapping
 
 
-def progress_line(name: str, done: int, total: int, unit: str, counts: Mapping[str, int], seconds: float) -> str:
-    """Format a progress line: work done, counts (such as rows by status), rate, `seconds` elapsed and time left."""
+def progress_line(
+    name: str, done: int, total: int, unit: str, counts: Mapping[str, int], seconds: float, left: float | None = None
+) -> str:
+    """Format a progress line: work done, counts (such as rows by status), rate, `seconds` elapsed and time left.
+
+    `left` is the time left in seconds; by default, it follows from the rate.
+    """
     breakdown = ", ".join(f"{count:,} {label}" for label, count in Counter(counts).most_common())
     rate = done / seconds if seconds > 0 else 0.0
-    left = f", {clock((total - done) / rate)} left" if rate else ""
-    return f"{name}: {done:,} of {total:,} {unit}: {breakdown}; {rate:,.1f} {unit}/s, {clock(seconds)} elapsed{left}"
+    if left is None and rate:
+        left = (total - done) / rate
+    rest = "" if left is None else f", {clock(left)} left"
+    return f"{name}: {done:,} of {total:,} {unit}: {breakdown}; {rate:,.1f} {unit}/s, {clock(seconds)} elapsed{rest}"
 
 
 def clock(seconds: float) -> str:

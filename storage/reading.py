@@ -187,7 +187,7 @@ class ShardSamples:
                 ) from error
             except StorageUnreachable as error:
                 left = end - time.monotonic()
-                if left <= 0 or (error.http_status is not None and error.http_status < 500):
+                if left <= 0 or error.lasts:
                     raise
                 if pause == 1:
                     waits = f"waiting for the storage, for at most {self.patience:g} s"

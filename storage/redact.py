@@ -5,7 +5,7 @@ import re
 _MAX_LENGTH = 200  # characters of a URL that are shown
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:)?//")
 _AUTHORITY = re.compile(r"(?:[^:@]*|\[[^\]@]*\])(?::\d*)?")
-_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]*")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"<>]*")  # a longer scheme would make the search quadratic
 _QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"<>?]*=[^\s'\"<>]*")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from storage.digests import BLANK, OWN_SHA256, UnsupportedVersion, check_version, has_valid_digest, write_digest
+from storage.digests import BLANK, OWN_SHA256, check_version, has_valid_digest, write_digest
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.safe_json import parse_json, short_repr
 
@@ -99,19 +99,17 @@ def open_folder(store: ObjectStore, path: str) -> Folder:
 def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json.
 
-    Raises ObjectMissing if there is none, UnsupportedVersion if another version of this code wrote it, and ValueError
-    if it is damaged or belongs to another checkpoint.
+    Raises ObjectMissing if there is none, and ValueError if it is damaged, belongs to another checkpoint or was written
+    by another version of this code.
     """
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
         state = read_checked_json(store.get(name), store.uri(name))
         if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
             raise ValueError(f"{store.uri(name)} is from another checkpoint or program")
-        check_version(state["version"], CHECKPOINT_VERSION, store.uri(name))
-    except UnsupportedVersion:
-        raise
     except ValueError as error:
         raise ValueError(f"{error}; {hint(store, path)}") from error
+    check_version(state["version"], CHECKPOINT_VERSION, store.uri(name))
     return state
 
 

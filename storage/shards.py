@@ -6,9 +6,7 @@ itself, because training reads a sample with one pread at any offset. tarfile an
 
 import io
 import itertools
-import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,31 +33,26 @@ class Span:
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
     """Write samples to a tar, in order, and return their spans. Equal samples give equal bytes.
 
-    The file is replaced atomically. Raises ValueError if a key occurs twice or cannot be part of a member's name.
+    Raises ValueError if a key occurs twice or cannot be part of a member's name.
     """
     import tarfile
 
     spans = []
     seen = set()
-    temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        # The same bytes as webdataset's TarWriter, which imports torch (480 MB of memory).
-        with temporary.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for sample in samples:
-                if not _KEY.fullmatch(sample.key):
-                    raise ValueError(f"{file}: {sample.key!r} cannot be a sample's key: use letters, digits, _ + = -")
-                if sample.key in seen:
-                    raise ValueError(f"{file}: key {sample.key} occurs twice; keep one of the two rows in this shard")
-                seen.add(sample.key)
-                offset = tar.offset
-                for extension, content in to_members(sample).items():  # jpg, json, mp: sorted
-                    member = tarfile.TarInfo(f"{sample.key}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-                spans.append(Span(sample.key, offset, tar.offset - offset))
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # The same bytes as webdataset's TarWriter, which imports torch (480 MB of memory).
+    with tarfile.open(file, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for sample in samples:
+            if not _KEY.fullmatch(sample.key):
+                raise ValueError(f"{file}: {sample.key!r} cannot be a sample's key: use letters, digits, _ + = -")
+            if sample.key in seen:
+                raise ValueError(f"{file}: key {sample.key} occurs twice; keep one of the two rows in this shard")
+            seen.add(sample.key)
+            offset = tar.offset
+            for extension, content in to_members(sample).items():  # jpg, json, mp: sorted
+                member = tarfile.TarInfo(f"{sample.key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            spans.append(Span(sample.key, offset, tar.offset - offset))
     return spans
 
 
@@ -110,16 +103,15 @@ def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
 
 def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
     """Yield (key, offset, members' byte ranges) for each sample. With `whole`, the data must be a complete tar."""
-    for key, members in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
-        offsets, ranges = [], {}
+    for key, group in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
+        members, ranges = list(group), {}
         for _, extension, offset, start, end in members:
             if extension in ranges:
                 raise ValueError(
                     f"{name}: member {key}.{extension} at byte {offset} occurs twice; write the shard again"
                 )
-            offsets.append(offset)
             ranges[extension] = start, end
-        yield key, offsets[0], ranges
+        yield key, members[0][2], ranges
 
 
 def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -97,27 +97,6 @@ class ShardIndex:
         return [url for table in read_columns(self.store, self.path, ["url"]) for url in table["url"].to_pylist()]
 
 
-def _metadata(stage: str, headers: Sequence[Header]) -> dict:
-    """Return the content of a snapshot's footer, as docs/formats.md specifies it."""
-    recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
-    return {
-        "version": SNAPSHOT_VERSION,
-        "stage": stage,
-        "random_init": any(recorded) if recorded else None,
-        "shards": [
-            {
-                "manifest": header.name,
-                "manifest_sha256": header.sha256,
-                "rows": header.ok_rows,
-                "tar": header.tar and header.tar.rpartition("/")[2],
-                "tar_sha256": header.tar_sha256,
-                "tar_bytes": header.tar_bytes,
-            }
-            for header in headers
-        ],
-    }
-
-
 def _snapshot(metadata: Mapping) -> Snapshot:
     shards = metadata["shards"]
     lines = "".join(f"{shard['manifest']} {shard['manifest_sha256']}\n" for shard in shards)
@@ -136,7 +115,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     `shards`, sorted by name, yields the header and the `ok` rows of each shard. Equal shards give identical files, as
     long as the version of pyarrow is the same.
     """
-    headers = []
+    random_init, entries = None, []
     with pq.ParquetWriter(
         file,
         SNAPSHOT_SCHEMA,
@@ -147,9 +126,18 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     ) as writer:
         waiting, rows = [], 0
         for header, table in shards:
-            # The meta has kilobytes per shard; keep only what _metadata needs.
-            meta = {name: value for name, value in header.meta.items() if name == "random_init"}
-            headers.append(replace(header, meta=meta))
+            if "random_init" in header.meta:
+                random_init = bool(random_init or header.meta["random_init"])
+            entries.append(
+                {
+                    "manifest": header.name,
+                    "manifest_sha256": header.sha256,
+                    "rows": header.ok_rows,
+                    "tar": header.tar and header.tar.rpartition("/")[2],
+                    "tar_sha256": header.tar_sha256,
+                    "tar_bytes": header.tar_bytes,
+                }
+            )
             number = pa.array(np.full(len(table), int(header.shard), np.int32))
             columns = [number, *(table[name] for name in FROM_MANIFEST)]
             waiting.append(pa.Table.from_arrays(columns, schema=SNAPSHOT_SCHEMA))
@@ -160,7 +148,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
                 waiting, rows = [joined.slice(_GROUP)], rows - _GROUP
         if rows:
             writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
-        metadata = _metadata(stage, headers)
+        metadata = {"version": SNAPSHOT_VERSION, "stage": stage, "random_init": random_init, "shards": entries}
         text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
         text_sha256 = hashlib.sha256(text.encode()).hexdigest()  # for readers that do not read the whole file
         writer.add_key_value_metadata({"snapshot": text, "sha256": text_sha256, OWN_SHA256: BLANK})

@@ -22,8 +22,8 @@ def verify(inventory: Inventory) -> Iterator[str]:
     All these files are read. Checkpoints are checked as well, unless the inventory is limited to one dataset.
     """
     store = inventory.store
-    folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
-    yield from _check_each(lambda folder: _check_checkpoint(store, folder), sorted(folders))
+    folders = [path.removesuffix(f"/{STATE}") for path in inventory.states]
+    yield from _check_each(lambda folder: _check_checkpoint(store, folder), folders)
     withdrawn = Withdrawn()
     try:
         withdrawn = read_withdrawn(store)

@@ -118,7 +118,7 @@ def write_lmdb(
     raw: bytes | None = None,
 ) -> Path:
     """arrays: pickled as such, else as base64. raw: the last image's value."""
-    with lmdb.open(str(folder), map_size=2**26) as database, database.begin(write=True) as writing:
+    with lmdb.open(str(folder), map_size=2**28) as database, database.begin(write=True) as writing:
         for name, fields in _fields(images, [*BOTTOM_UP, "cls_prob", "obj_id"], changes).items():
             if arrays:
                 fields |= {"image_w": np.int64(fields["image_w"])}

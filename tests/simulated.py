@@ -128,6 +128,10 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time go on in which nothing of this process runs."""
+        self._clock.now += seconds
+
     def run_in_executor(self, executor: object, work: Callable, *arguments: object) -> asyncio.Future:
         done = self.create_future()
         try:

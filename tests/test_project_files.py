@@ -1,10 +1,12 @@
 """What stands beside the code: pages whose links and checks exist, the licence, the citation, the forms of issues."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 import yaml
@@ -16,6 +18,7 @@ from storage.settings import parse
 from training.program import make_recipe
 from vlbert.recipes import RECIPES
 
+RESULTS = PROJECT / "benchmarks" / "results"
 CLAIMS = (PROJECT / "docs" / "reproducibility.md").read_text()
 NAMED = {code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)}
 NAMED |= set(re.findall(r"tests/\S+\.py::\w+", CLAIMS))
@@ -47,6 +50,31 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
         assert path.exists(), target
         heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE) if heading else []
         assert not heading or heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in heads]
+
+
+def test_the_files_of_measurements_that_pages_name_exist():
+    pages = [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md"), RESULTS / "README.md"]
+    named = {path for page in pages for path in re.findall(r"benchmarks/results/[\w*/.-]*[\w*/]", page.read_text())}
+    assert len(named) > 15
+    assert [path for path in named if "DATE" not in path and not any(PROJECT.glob(path))] == []
+    listed = re.findall(r"`(20[^`]+)`", (RESULTS / "README.md").read_text())
+    assert {*RESULTS.glob("20*")} == {path for name in listed for path in RESULTS.glob(name.rstrip("/"))}
+
+
+def test_the_table_of_steps_is_what_its_files_hold():
+    """Of each line: seconds a step (median), pairs a second and GB kept for the backward pass."""
+    lines = re.findall(
+        r"^\|[^|]*\| (.*?) ?\| (\w[\w ]+) \| ([\d.]+) \| \W*([\d,]+)\W* \| ([\d.]+) \| \d+ \|$",
+        (PROJECT / "docs" / "performance.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(lines) > 10
+    file = ""
+    for name, precision, *numbers in lines:
+        file = name.strip("`") or file
+        found = json.loads((RESULTS / "2026-11-23-gpu" / f"{file}.json").read_text())
+        step, kept = median(found["seconds a step"][precision]), found["memory"][precision]["kept for backward"]
+        assert numbers == [f"{step:.3f}", f"{found['pairs'] / step:,.0f}", f"{kept:.1f}"], (file, precision)
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

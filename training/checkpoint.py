@@ -1,15 +1,16 @@
-"""Write a run's checkpoints in a background thread, load checkpoints, and remove old ones.
+"""Claim a run, write its checkpoints in a background thread, load checkpoints, and remove old ones.
 
 Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py defines
 when a checkpoint is complete and which one is the best. The newest checkpoints and the best one are kept.
 """
 
+import contextlib
 import copy
 import functools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
+from storage.claims import Claims
 from storage.object_store import ObjectStore, StorageUnreachable
 from storage.runs import (
     CHECKPOINT_VERSION,
@@ -33,6 +35,7 @@ from storage.runs import (
     json_with_digest,
 )
 from storage.safe_json import printable
+from training import distributed
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 # Seconds to wait for storage at the end of a run, and after a stop or an error: SIGKILL soon follows SIGTERM.
@@ -44,7 +47,20 @@ def _print(line: str) -> None:
     print(f"{line}\n", end="", flush=True)  # in one write, because two threads print
 
 
-class Writer:
+@contextlib.contextmanager
+def claim_run(store: ObjectStore, run: str, world: distributed.World) -> Iterator[Callable[[], None]]:
+    """Context manager that claims a run on rank 0, so that one process at a time writes it.
+
+    Yields the function for `Writer.check`. Raises SharedFault on every rank if another process trains the run.
+    """
+    with Claims(store, f"runs/{run}") as claims:
+        holder = claims.take_or_wait("writer", _print) if world.first else None
+        fix = "wait until it ends, stop it, or start another run: --run_name=NAME"
+        distributed.raise_on_all_ranks(holder and f"{store.uri(f'runs/{run}')} is trained by {holder}; {fix}", world)
+        yield lambda: claims.check("writer")
+
+
+class Writer(contextlib.AbstractContextManager):
     """Context manager whose background thread writes files to the storage, so that training does not wait for it.
 
     Files are written in the order in which they were queued. A new version of a file replaces one that is still queued.
@@ -55,19 +71,18 @@ class Writer:
     Attributes:
         log: Prints a line.
         saved: URI of the newest complete checkpoint; None before the first.
+        check: Called before each write. It raises an error if this process must not write any more.
     """
 
     def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print):
         self.store, self.log = store, log
         self.saved: str | None = None
+        self.check: Callable[[], None] = lambda: None
         self._changed = threading.Condition()  # guards the attributes below
         self._jobs: dict[str, Callable[[], object]] = {}  # by path; the first is running
         self._refusal: StorageUnreachable | None = None  # why the last attempt failed
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
@@ -127,6 +142,7 @@ class Writer:
                 path, job = next(iter(self._jobs.items()))
             refusal = error = None
             try:
+                self.check()
                 job()
             except StorageUnreachable as caught:
                 refusal = caught

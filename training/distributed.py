@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 # How long ranks wait for one another. A single rank may build a vocabulary of all captions, wait for unreachable
 # storage, or write the last checkpoint (10 minutes at most). A rank that takes longer than this hangs.
@@ -41,11 +41,10 @@ class SharedFault(ValueError):
     """An error that every rank raises, so that no rank waits for another. Rank 0 prints it."""
 
 
-def start(limit: timedelta = TIME_LIMIT) -> World:
+def start() -> World:
     """Join torchrun's process group, if this process was started by torchrun, and return the World.
 
-    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends. `limit` is how long
-    ranks wait for one another.
+    The backend is nccl on GPUs and gloo on CPUs. On Linux, a rank is killed when its torchrun ends.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # The kernel kills this rank when torchrun ends, so that it cannot train alongside a restarted run.
@@ -58,7 +57,7 @@ def start(limit: timedelta = TIME_LIMIT) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIME_LIMIT)
     return World(rank, size, device)
 
 
@@ -74,19 +73,9 @@ def stop(world: World) -> None:
         dist.destroy_process_group()
 
 
-def sum_over_ranks(numbers: Tensor, world: World) -> None:
-    """Sum a tensor in place over all ranks, without waiting for the device. Every rank must call this."""
-    if world.size > 1:
-        dist.all_reduce(numbers)
-
-
 def gather_rows(rows: list[Any], world: World) -> list[Any]:
     """Return the rows of all ranks in rank order, on every rank."""
-    if world.size == 1:
-        return rows
-    parts: list[Any] = [None] * world.size
-    dist.all_gather_object(parts, rows)
-    return [row for part in parts for row in part]
+    return broadcast(gather_on_rank0(rows, world), world)
 
 
 def gather_on_rank0(rows: list[Any], world: World) -> list[Any]:

@@ -65,20 +65,18 @@ class RunLog:
     Args:
         writer: Writer whose thread writes the files of the log.
         step: Number of optimizer steps done so far.
-        processes: Number of ranks.
         metadata: Additional heartbeat fields.
         trackers: Functions that make the trackers, by name. Each tracker receives every line of metrics.jsonl.
         settings: The recipe as plain values, for trackers.
     """
 
-    def __init__(  # noqa: PLR0913  the log's lines need all of them
+    def __init__(
         self,
         writer: "Writer",
         run: str,
         step: int,
         steps: int,
         samples_per_step: int,
-        processes: int = 1,
         metadata: Mapping[str, Any] | None = None,
         trackers: Mapping[str, MakeTracker] | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -102,7 +100,6 @@ class RunLog:
             **dict.fromkeys(("samples_per_second", "losses", "counts", "data_wait", "seconds_left")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "processes": processes,
             **(metadata or {}),
         }
         self._last_beat = -math.inf

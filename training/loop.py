@@ -23,7 +23,7 @@ from training.log import RunLog, Unreadable
 from training.metrics import Losses, RunningAverages, Step, mean_loss, peak_memory, sum_losses, with_wait_times
 from training.optimizer import clip_gradients, set_learning_rate
 from training.program import find_trackers
-from training.skipping import LiveNorms, Skipping
+from training.skipping import Skipping, running_statistics
 from training.stopping import Stop, Stopped
 
 
@@ -55,12 +55,6 @@ class Run(ABC):
     @abstractmethod
     def batches(self) -> Iterable[Sequence[Any]]:
         """Yield this rank's batch for each remaining step, in parts over which gradients are accumulated."""
-
-    def open_log(self) -> RunLog | None:
-        """Open the run's log. Called on rank 0 only. A subclass may return None to log and save nothing."""
-        recipe, trackers = self.recipe, find_trackers(self.recipe.trackers)
-        progress = recipe.run, self.step, recipe.steps, self.samples_per_step, self.world.size
-        return RunLog(self.writer, *progress, self.metadata, trackers, to_json(recipe))
 
     def prepare(self, step: int) -> None:
         """Set the learning rate for a step, counted from 0."""
@@ -125,16 +119,18 @@ def train_steps(run: Run) -> dict[str, float]:
     """
     recipe, world, optimizer = run.recipe, run.world, run.optimizer
     if world.first:
-        run.log = run.open_log()
+        progress = recipe.run, run.step, recipe.steps, run.samples_per_step
+        metadata = {"processes": world.size, **run.metadata}
+        run.log = RunLog(run.writer, *progress, metadata, find_trackers(recipe.trackers), to_json(recipe))
     # Gradients are views of the communication buckets, which saves a copy.
     parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
     skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))
-    norms = LiveNorms(run.model)
+    statistics = running_statistics(run.model)
     with Stop() as stop, run.log.running() if run.log else contextlib.nullcontext():
         for step, (parts, waited) in zip(range(run.step, recipe.steps), with_wait_times(run.batches()), strict=True):
             run.prepare(step)
-            norms.save()
+            saved = [buffer.clone() for buffer in statistics]
             totals = add_gradients(run, parallel, parts, stop, waited)
             norm = clip_gradients(run.model, recipe.optimizer)
             result, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
@@ -142,7 +138,8 @@ def train_steps(run: Run) -> dict[str, float]:
             if skip_reason is None:
                 optimizer.step()
             else:
-                norms.restore()
+                for buffer, before in zip(statistics, saved, strict=True):
+                    buffer.copy_(before)
                 keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
                 if run.log:
                     run.log.skipped(done, skip_reason, result, keys)

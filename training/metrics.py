@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from training import distributed
 from training.distributed import World
 
 Item = TypeVar("Item")
@@ -38,7 +38,8 @@ def sum_losses(losses: Losses, world: World, stop_requested: bool, waited: float
     host = torch.tensor(host_values, dtype=torch.float64)
     host = host.pin_memory() if sums.is_cuda else host  # a copy from pageable memory would wait for the device
     numbers = torch.cat([sums, host.to(sums.device, non_blocking=True)])
-    distributed.sum_over_ranks(numbers, world)
+    if world.size > 1:
+        dist.all_reduce(numbers)
     return numbers
 
 
@@ -61,6 +62,7 @@ class Step:
     """Result of the forward and backward passes of one step, over all ranks."""
 
     sums: dict[str, tuple[float, float]]  # name -> (sum, divisor); losses as `loss_<name>`, measures by their own name
+    losses: dict[str, float]  # mean of each loss, by name
     loss: float  # sum of the weighted mean losses, which is minimised
     norm: float  # gradient norm before clipping
     waited: float  # seconds that a rank waited for the step's data, on average
@@ -80,16 +82,8 @@ class Step:
         loss = sum(weights.get(name, 1.0) * mean for name, mean in loss_means.items())
         totals = zip(sums.sum(0).tolist(), counts.sum(0).tolist(), strict=True)
         stop_requested, waited = rows[-1, -2:].tolist()
-        return cls(dict(zip(names, totals, strict=True)), loss, norm, waited / world.size, stop_requested > 0)
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """Mean of each loss, by name."""
-        return {
-            name.removeprefix(LOSS): total / max(1.0, count)
-            for name, (total, count) in self.sums.items()
-            if name.startswith(LOSS)
-        }
+        by_name = dict(zip(names, totals, strict=True))
+        return cls(by_name, loss_means, loss, norm, waited / world.size, stop_requested > 0)
 
 
 class RunningAverages:

@@ -22,6 +22,9 @@ class OptimizerConfig:
     warmup_steps: int = 8000  # steps of linear warmup from 0 to learning_rate
     # after warmup: linear decay to 0 at the end; multiply by `decay` at each of decay_at (step); or stay constant
     schedule: Literal["linear", "step", "constant"] = "linear"
+    # update with learning rate 0: none; the first, as in ViLBERT's first code release; or, if schedule is linear, the
+    # last, as in VL-BERT's code and ViLBERT's second release
+    zero_update: Literal["none", "first", "last"] = "none"
     decay_at: tuple[int, ...] = ()  # for schedule step: numbers of updates after which the rate is decayed
     decay: float = 0.1  # for schedule step: factor of each decay
     betas: tuple[float, float] = (0.9, 0.999)  # for Adam: decay rates of the two moments
@@ -35,6 +38,7 @@ class OptimizerConfig:
     # parameters that decay. all: every parameter; matrices: all but biases and LayerNorms; vectors: only biases and
     # LayerNorms, as in ViLBERT's first code release
     decayed: Literal["all", "matrices", "vectors"] = "all"
+    as_matrices: tuple[str, ...] = ()  # ends of names of LayerNorms that `decayed` treats as matrices, as in ViLBERT
     max_grad_norm: float | None = 10.0  # maximum global gradient norm; None: no clipping
     clip_each: bool = False  # clip the gradient of each tensor to max_grad_norm, instead of the global gradient
 
@@ -82,7 +86,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
             rate = config.region_learning_rate
         elif name.startswith(bert_prefixes):
             rate = config.bert_learning_rate
-        decays = {"all": True, "matrices": parameter.dim() > 1, "vectors": parameter.dim() == 1}[config.decayed]
+        vector = parameter.dim() == 1 and not name.endswith(config.as_matrices)
+        decays = {"all": True, "matrices": not vector, "vectors": vector}[config.decayed]
         key = config.learning_rate if rate is None else rate, config.weight_decay if decays else 0.0
         groups.setdefault(key, []).append(parameter)
     parameters = [{"params": group, "peak": peak, "decay": decay} for (peak, decay), group in groups.items()]
@@ -95,7 +100,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
-    """Return the learning rate at an update, counted from 1, as a fraction of the peak learning rate.
+    """Return the learning rate at an update, as a fraction of the peak learning rate.
+
+    Updates are counted from 1 or, if `zero_update` is "first", from 0.
 
     The fraction rises linearly to 1 over the warmup. Then the linear schedule decreases it to 0 at the last update
     (`updates`), as in the authors' code. The step schedule multiplies it by `decay` after each update in `decay_at`.
@@ -104,13 +111,14 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
         return update / config.warmup_steps
     if config.schedule == "linear":
         return max(0.0, (updates - update) / max(1, updates - config.warmup_steps))
-    return config.decay ** sum(update > at for at in config.decay_at)
+    return config.decay ** sum(update + (config.zero_update == "first") > at for at in config.decay_at)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
     """Set the learning rate, weight decay and Adam's epsilon of all parameter groups for a step, counted from 0."""
-    # The schedule has one more update than the run, so that the last update does not have learning rate 0.
-    factor = learning_rate_factor(step + 1, steps + 1, config)
+    # By default, the schedule has one more update than the run, so that the last one does not have learning rate 0.
+    update, updates = step + (config.zero_update != "first"), steps + (config.zero_update == "none")
+    factor = learning_rate_factor(update, updates, config)
     # PyTorch counts only the updates taken, so after n skipped steps these corrections are ahead by n updates. At
     # update 1,000, one skipped step changes epsilon by 0.03 %.
     first, second = (1 - beta ** (step + 1) for beta in config.betas)

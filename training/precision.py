@@ -7,7 +7,7 @@ torch's default for convolutions.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -31,12 +31,10 @@ def float32_precision(convolutions: Float32, matrices: Float32) -> Iterator[None
         conv.fp32_precision, matmul.fp32_precision = before
 
 
-@contextmanager
-def recipe_precision(recipe: Any) -> Iterator[None]:
-    """Context manager that enables TF32 if recipe.precision is "tf32", and disables it otherwise."""
+def recipe_precision(recipe: Any) -> AbstractContextManager[None]:
+    """Return a context manager that enables TF32 if recipe.precision is "tf32", and disables it otherwise."""
     kind = "tf32" if recipe.precision == "tf32" else "ieee"
-    with float32_precision(kind, kind):
-        yield
+    return float32_precision(kind, kind)
 
 
 def autocast(recipe: Any, world: World) -> torch.autocast:

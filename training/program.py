@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from storage.settings import override, parse, parse_known
@@ -77,14 +76,7 @@ def make_recipe(name: str, arguments: Sequence[str], recipes: Mapping[str, Calla
 
     Raises ValueError if there is no such recipe or field, or if a value is not allowed.
     """
-    return override(*parse_recipe(name, arguments, recipes))
-
-
-def parse_recipe(
-    name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]]
-) -> tuple[Any, list[str]]:
-    """Call the recipe's function with its arguments, such as --size. Return the recipe and the remaining arguments."""
-    return parse_known(find_recipe(name, recipes), arguments)
+    return override(*parse_known(find_recipe(name, recipes), arguments))
 
 
 def print_help(name: str, arguments: Sequence[str], recipes: Mapping[str, Callable[..., Any]], program: str) -> None:
@@ -132,7 +124,7 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str 
     return getattr(imported, function)
 
 
-def run_in_world(name: str, function: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
+def run_in_world(name: str, function: Callable[[World], Any]) -> None:
     """Call `function` with the World of this process, and exit with a status and message if it fails.
 
     Expected errors (EXPECTED) are printed as one line, and only once if all ranks raise the same error. Other errors
@@ -140,7 +132,7 @@ def run_in_world(name: str, function: Callable[[World], Any], limit: timedelta =
     """
     world = ALONE
     try:
-        world = distributed.start(limit)
+        world = distributed.start()
         function(world)
     except Stopped as stopped:
         for number in (signal.SIGTERM, signal.SIGINT):  # Python removes its own handlers before it exits

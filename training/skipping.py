@@ -48,17 +48,7 @@ class Skipping:
         return None
 
 
-class LiveNorms:
-    """Running statistics of a model's BatchNorms, saved before each step and restored if the step is skipped."""
-
-    def __init__(self, model: nn.Module):
-        norms = [norm for norm in model.modules() if getattr(norm, "track_running_stats", False)]
-        self._buffers = [buffer for norm in norms for buffer in norm.buffers()]
-        self._saved: list[Tensor] = []
-
-    def save(self) -> None:
-        self._saved = [buffer.clone() for buffer in self._buffers]
-
-    def restore(self) -> None:
-        for buffer, saved in zip(self._buffers, self._saved, strict=True):
-            buffer.copy_(saved)
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Return the running statistics of a model's BatchNorms. The forward pass changes them, a skipped step must not."""
+    norms = [norm for norm in model.modules() if getattr(norm, "track_running_stats", False)]
+    return [buffer for norm in norms for buffer in norm.buffers()]

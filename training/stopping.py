@@ -52,13 +52,13 @@ def ignore_group_signals() -> None:
 
     Terminals and launchers send signals to whole process groups. A run that is stopping still needs its last batches.
     """
+
+    def exit_at_parents_sigterm() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_exit_at_parents_sigterm, daemon=True).start()
-
-
-def _exit_at_parents_sigterm() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
+        threading.Thread(target=exit_at_parents_sigterm, daemon=True).start()

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from detectors.resnet import ResNetConfig
 from storage.settings import Weights, check, check_choices, check_positive, flat, to_json
@@ -35,6 +35,9 @@ class RegionConfig:
     # code. fixed: each to short_side x long_side (portrait: long_side x short_side), as in the authors' VCR. Features
     # near an image's right and lower border depend on this.
     padding: Literal["groups", "batch", "fixed"] = "groups"
+    exact_boxes: ClassVar[bool] = (
+        False  # as in VL-BERT's code: boxes are clipped to the last pixel of the resized image
+    )
 
     def __post_init__(self):
         check_choices(self)
@@ -54,6 +57,15 @@ class RegionConfig:
     def masks_features(self) -> bool:
         """True if masking replaces a region's vector instead of its pixels."""
         return self.features == "precomputed" or self.masking == "features"
+
+
+class ExactRegionConfig(RegionConfig):
+    """The RegionConfig of a model with the separate embedding; ModelConfig converts to it.
+
+    Boxes are not clipped. With precomputed features, they are in pixels of the stored image.
+    """
+
+    exact_boxes: ClassVar[bool] = True
 
 
 TASK_TOKENS = 20  # rows of the task token table, as in 12-in-1
@@ -109,14 +121,16 @@ class ModelConfig:
     # vectors; none: the model does not read region 0
     whole_image: Literal["pooled", "mean", "none"] = "pooled"
     task_token: int | None = None  # row of the task token table to insert after [CLS] (12-in-1); None: no table
-    # One vector for the whole input. tanh: BERT's pooler at [CLS]; product: of a ReLU pooler at [CLS] and one at the
-    # whole image (ViLBERT), as wide as co-attention; none: the hidden state at [CLS]
-    pooler: Literal["tanh", "product", "none"] = "tanh"
+    # One vector for the whole input. tanh: BERT's pooler at [CLS]; product, sum: of a ReLU pooler at [CLS] and one at
+    # the whole image (ViLBERT's fusion_method), as wide as co-attention; none: the hidden state at [CLS]
+    pooler: Literal["tanh", "product", "sum", "none"] = "tanh"
     head_initialisation: Literal["xavier", "normal"] = "xavier"  # first weights of linear layers added by fine-tuning
     regions: RegionConfig = RegionConfig()  # source of the region vectors
 
     def __post_init__(self):
         check_choices(self)
+        kind = ExactRegionConfig if self.embedding == "separate" else RegionConfig
+        object.__setattr__(self, "regions", kind(**vars(self.regions)))
         check(self, self.layers and not self.layers.strip("JTVX"), "layers", "a string of the letters J, T, V and X")
         check_positive(
             self, "hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels",
@@ -149,7 +163,7 @@ class ModelConfig:
         check(self, own or not separate, "special_tokens", "own, with region_classes none, if embedding is separate")
         check(self, separate or self.task_token is None, "task_token", "none unless embedding is separate")
         check(self, self.task_token is None or 0 <= self.task_token < TASK_TOKENS, "task_token", f"below {TASK_TOKENS}")
-        fits = self.pooler != "product" or self.whole_image != "none"
+        fits = self.pooler not in ("product", "sum") or self.whole_image != "none"
         check(self, fits, "pooler", "tanh or none if whole_image is none")
 
     @property

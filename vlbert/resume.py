@@ -50,9 +50,8 @@ def start_or_resume(
 
     The last returned value is the content of the checkpoint's state.json, or {} in a new run.
 
-    Raises ValueError if the recipe is incomplete, or if a setting that affects results differs from the checkpoint's.
+    Raises ValueError if a setting that affects results differs from the checkpoint's.
     """
-    check_complete(recipe)
     saved = distributed.broadcast(checkpoints(store, recipe.run), world)
     resumed = read_checkpoint(store, saved[-1]) if saved else None
     if resumed:
@@ -85,7 +84,7 @@ def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
     try:
         check_complete(recipe)
         check_shares(recipe.data, processes)
-        store = open_store(recipe.data.root)
+        store = open_store(recipe.data.root, write=False)
         saved = checkpoints(store, recipe.run)
         if not saved:
             return None

@@ -19,7 +19,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.order import mix
 from storage.reading import ShardSamples
 from training import distributed
-from training.checkpoint import Writer
+from training.checkpoint import Writer, claim_run
 from training.distributed import World
 from training.loading import EXPECTED, batches
 from training.log import last_metrics
@@ -111,14 +111,17 @@ class VLBertRun(Run):
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
     """Train a new or resumed run. Returns the metrics of its last validation. `observe` is called before each step."""
+    check_complete(recipe)
     check_shares(recipe.data, world.size)
-    run = prepare(recipe, world, print if world.first else lambda *_: None)
-    if run is None:
-        return last_metrics(open_store(recipe.data.root, write=False), recipe.run)
-    run.observe = observe
-    run.model.train()
-    with recipe_precision(recipe), run.writer:
-        metrics = train_steps(run)
+    store = open_store(recipe.data.root, write=False)
+    with claim_run(store, recipe.run, world) as check:
+        run = prepare(recipe, world, print if world.first else lambda *_: None)
+        if run is None:
+            return last_metrics(store, recipe.run)
+        run.observe, run.writer.check = observe, check
+        run.model.train()
+        with recipe_precision(recipe), run.writer:
+            metrics = train_steps(run)
     if world.first:
         print(f"Reported in the paper: {run.data.task.paper}", flush=True)
     return metrics

@@ -63,12 +63,12 @@ class Catalog:
 
         An uncommitted shard is mapped to the name that its first manifest would have.
         """
-        names = self._manifest_names(stage, "" if shards is None else os.path.commonprefix(list(shards)))
+        names = self._manifest_names(stage, shards)
         return {shard: names.get(shard, [shard])[-1] for shard in (sorted(names) if shards is None else shards)}
 
-    def _manifest_names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
-        """Map each committed shard whose name begins with `prefix` to its manifests' names, oldest first."""
-        revisions = []
+    def _manifest_names(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, list[str]]:
+        """Map each of the shards that is committed, and perhaps others, to its manifests' names, oldest first."""
+        revisions, prefix = [], os.path.commonprefix(list(shards or [""]))
         for info in self.store.list(self.path(stage, prefix)):
             if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self.path(stage, ""))):
                 revisions.append((match[1], int(match[2] or 1), match[0].removesuffix(".parquet")))
@@ -80,7 +80,7 @@ class Catalog:
     def revisions(self, stage: str, shard: str) -> list[Header]:
         """Return the headers of all revisions of a shard, oldest first; [] if it is not committed."""
         self.manifest_path(stage, shard)
-        return list(self.manifests(stage, self._manifest_names(stage, shard).get(shard, [])))
+        return list(self.manifests(stage, self._manifest_names(stage, [shard]).get(shard, [])))
 
     def manifest(self, stage: str, shard: str) -> Manifest:
         """Return the newest manifest of a shard. Raises ObjectMissing if the shard is not committed."""
@@ -127,8 +127,7 @@ class Catalog:
         A shard is pending if `target` does not have it, or made it from samples that have changed since. Withdrawals do
         not count as changes. No tar is read. Raises ValueError if a target shard was made from another source.
         """
-        prefix = "" if shards is None else os.path.commonprefix(list(shards))
-        committed, done = self._manifest_names(source, prefix), self._manifest_names(target, prefix)
+        committed, done = self._manifest_names(source, shards), self._manifest_names(target, shards)
         wanted = sorted(committed) if shards is None else sorted(committed.keys() & set(shards))
         both = [shard for shard in wanted if shard in done]
         pending = [shard for shard in wanted if shard not in done]
@@ -155,7 +154,7 @@ class Catalog:
     def pin(self, stage: str) -> Snapshot:
         """Write a snapshot of all shards of a stage that are committed now, and return it."""
         manifests = self.manifests(stage, [*self.newest(stage).values()], [*FROM_MANIFEST, "status"])
-        with temporary_folder("commit-") as folder:
+        with temporary_folder() as folder:
             file = folder / "snapshot.parquet"
             snapshot = write_snapshot(file, stage, ((manifest, manifest.ok()) for manifest in manifests))
             # An existing snapshot is written again: the new date keeps `gc` from deleting it before the first
@@ -220,10 +219,10 @@ class Catalog:
 
 
 @contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Context manager that creates a temporary local folder. Raises StorageUnreachable if its disk is full."""
     try:
-        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        with tempfile.TemporaryDirectory(prefix="commit-") as folder:
             yield Path(folder)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -238,9 +237,3 @@ def require_valid(sample: Sample | BadSample) -> Sample:
     if isinstance(sample, BadSample):
         raise sample
     return sample
-
-
-def datasets_with(store: ObjectStore, stage: str) -> list[str]:
-    """Return the sorted names of the datasets that have a committed shard of this stage."""
-    pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{MANIFEST_FILE.pattern}")
-    return sorted({match[1] for info in store.list() if (match := pattern.fullmatch(info.path))})

@@ -23,8 +23,8 @@ def print_status(root: Root) -> None:
 def verify_files(root: Root, dataset: OnlyDataset = None) -> None:
     """Check every tar, manifest, snapshot and checkpoint against its digest. Exits with status 1 if one is damaged."""
     inventory = Inventory(open_store(root, write=False), dataset)
-    found = (inventory.manifests, inventory.snapshots, inventory.states)
-    shards, snapshots, checkpoints = (sum(map(len, names.values())) for names in found)
+    shards, snapshots = (sum(map(len, names.values())) for names in (inventory.manifests, inventory.snapshots))
+    checkpoints = len(inventory.states)
     if not shards + snapshots + checkpoints:
         print(f"nothing is committed under {inventory.store.uri()}", file=sys.stderr)
         sys.exit(1)

@@ -48,10 +48,11 @@ def commit_shard(
                 withdrawn_keys.add(sample.key)
             else:
                 regions = None if sample.regions is None else len(sample.regions)
-                facts.append((sample.width, sample.height, regions, sample.sha256))
+                size = {"width": sample.width, "height": sample.height}
+                facts.append(size | {"num_regions": regions, "sha256": sample.sha256})
                 yield sample
 
-    with temporary_folder("commit-") as folder:
+    with temporary_folder() as folder:
         file = folder / f"{shard}.tar"
         spans = write_shard(stored_samples(), file)
         tar, tar_sha256, tar_bytes = None, "", 0
@@ -83,15 +84,11 @@ def commit_shard(
             if read_withdrawn(catalog.store) != withdrawn:  # a withdrawal in the meantime did not see this shard
                 withdraw_samples(catalog, stage, shard)
             return True
-    if tar is not None:
-        _delete_unused(catalog, stage, shard, catalog.path(stage, tar))
+    # Another writer was first. A revision of the shard may still name the same tar.
+    unused = tar and catalog.path(stage, tar)
+    if unused and all(header.tar != unused for header in catalog.revisions(stage, shard)):
+        catalog.store.delete(unused)
     return False
-
-
-def _delete_unused(catalog: Catalog, stage: str, shard: str, tar: str) -> None:
-    """Delete the tar of a failed commit (another writer was first), unless a revision of the shard names this tar."""
-    if all(header.tar != tar for header in catalog.revisions(stage, shard)):
-        catalog.store.delete(tar)
 
 
 def withdraw_samples(catalog: Catalog, stage: str, shard: str) -> bool:

@@ -1,7 +1,7 @@
 """Downloads the images of caption rows, and commits the rows as shards.
 
 A `Downloader` works on several shards at once. It requests each distinct URL once, within a deadline and from public
-addresses only. After a transient failure, a URL is requested once more when all others of the shard are done. Each row
+addresses only. After a transient failure, a URL is requested again when all others of the shard are done. Each row
 gets an image or a Status that explains the failure. Other errors are bugs and are raised. docs/images.md describes
 settings, statuses and rules.
 """
@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +29,7 @@ from storage.redact import display_url, redacted
 from storage.sample import Sample
 
 _FEW = 16  # fewer waiting URLs of a silent host are probed by one request for all shards in progress
+_IN_VAIN = 2  # passes in a row without an image after which the URLs that a host refuses are given up
 _PROBES = 3  # URLs requested to find out whether a silent host with more waiting URLs answers again
 
 
@@ -47,6 +50,7 @@ class Downloader:
 
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
+        self._shards: dict[int, tuple[dict[str, Outcome], dict[str, dict[str, float]]]] = {}  # see `download`
 
     async def __aenter__(self) -> "Downloader":
         self._threads = ThreadPoolExecutor(self.settings.decode_threads, thread_name_prefix="decode")
@@ -57,22 +61,37 @@ class Downloader:
         await self._fetcher.__aexit__()
         self._threads.shutdown(cancel_futures=True)
 
+    def progress(self) -> tuple[Counter[str], float]:
+        """Return the URLs done by status, of the shards in progress, and the seconds that hanging URLs may take yet."""
+        counts: Counter[str] = Counter()
+        again = 0
+        for outcomes, later in self._shards.values():
+            waiting = {url for urls in later.values() for url in urls}
+            again += len(waiting)
+            done = (outcome for url, outcome in outcomes.items() if url not in waiting)
+            counts.update(outcome.status if isinstance(outcome, Refused) else Status.OK for outcome in done)
+        hanging = self._fetcher.hosts.count_overdue()  # and once more in the second pass
+        passes = math.ceil((again + 2 * hanging) / self.settings.concurrency) + bool(hanging)
+        return counts, passes * self.settings.read_timeout
+
     async def download(self, rows: Sequence[CaptionRow], spool: Spool) -> list[CaptionRow]:
         """Download the images of rows into the spool. Return the rows with their statuses, in the same order."""
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
         outcomes: dict[str, Outcome] = {}
         later: dict[str, dict[str, float]] = {}  # host that failed -> URL -> time when it may be requested again
-        retried: dict[str, float] = {}  # host -> start of its latest second pass
+        retried: dict[str, float] = {}  # host -> start of its latest pass after the first
+        in_vain: Counter[str] = Counter()  # host -> passes in a row without an image
+        second_pass: float | None = None  # its start
+        self._shards[id(outcomes)] = outcomes, later
 
-        async def first(url: str) -> None:
-            outcome = outcomes[url] = await self._outcome(url, spool)
-            wait = self._fetcher.wait_before_second_pass(url, outcome) if isinstance(outcome, Refused) else None
-            if isinstance(outcome, Refused) and wait is not None:
-                later.setdefault(outcome.host, {})[url] = loop.time() + wait
-
-        async def again(url: str, at: float) -> None:
+        async def request(url: str, at: float = 0.0) -> None:
+            outcomes.pop(url, None)
             await asyncio.sleep(at - loop.time())
-            outcomes[url] = await self._outcome(url, spool, second_pass)
+            outcome = outcomes[url] = await self._outcome(url, spool, second_pass)
+            if isinstance(outcome, Refused):
+                wait = self._fetcher.wait_before_next_pass(url, outcome, second_pass)
+                if wait is not None:
+                    later.setdefault(outcome.host, {})[url] = loop.time() + wait
 
         async def retry(name: str) -> None:
             host, few, retried[name] = hosts.host(name), len(later[name]) < _FEW, loop.time()
@@ -81,22 +100,27 @@ class Downloader:
                 if hosts.is_silent(name) and host.answered_url:
                     await self._outcome(host.answered_url, spool, second_pass)
                 elif hosts.is_silent(name) and not is_known:
-                    await run_all(again(url, later[name].pop(url)) for url in _spread([*later[name]]))
+                    await run_all(request(url, later[name].pop(url)) for url in _spread([*later[name]]))
             if not hosts.is_silent(name):
-                await run_all(again(*item) for item in later.pop(name).items())
+                urls = later.pop(name)
+                await run_all(request(*item) for item in urls.items())
+                in_vain[name] = in_vain[name] + 1 if all(isinstance(outcomes[url], Refused) for url in urls) else 0
+                if in_vain[name] == _IN_VAIN:
+                    later.pop(name, None)
 
-        await run_all(first(url) for url in dict.fromkeys(row.url for row in rows))
+        await run_all(request(url) for url in dict.fromkeys(row.url for row in rows))
         second_pass, left = loop.time(), [*later]
         while left:
             await run_all(map(retry, left))
-            left = [name for name in later if hosts.host(name).answered > retried[name]]
+            left = [name for name in later if hosts.host(name).answered > retried.get(name, 0.0)]
+        del self._shards[id(outcomes)]
         return [with_outcome(row, outcomes[row.url]) for row in rows]
 
     async def _outcome(self, url: str, spool: Spool, second_pass: float | None = None) -> Outcome:
         try:
             # Hold the slot until the image is stored, so that bodies do not pile up if decoding is slow.
-            async with self._fetcher.hosts.slot(self._fetcher.host(url)):
-                data = await self._fetcher.fetch(url, second_pass)
+            async with self._fetcher.hosts.slot(self._fetcher.host(url)) as slot:
+                data = await self._fetcher.fetch(url, slot, second_pass)
                 loop = asyncio.get_running_loop()
                 outcome = loop.run_in_executor(self._threads, spool_image, data, self.settings, spool)
                 del data  # so that the thread can free it early

@@ -2,24 +2,27 @@
 
 import asyncio
 import importlib.metadata
+import io
 import itertools
 import random
 import socket
 import ssl
 import zlib
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
 from storage.collect.addresses import AddressGuard, guarded_resolver
-from storage.collect.hosts import Hosts
+from storage.collect.awake import AwakeClock
+from storage.collect.hosts import Hosts, Slot
 from storage.collect.normalise import ImageSettings, resource_error_hint
 from storage.collect.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, check_x_robots_tag
-from storage.collect.statuses import Refused, Status
+from storage.collect.statuses import UNREACHABLE, Refused, Status
 from storage.programs import require
 from storage.redact import display_url, redacted
-from storage.settings import check
+from storage.settings import check, check_positive
 
 if TYPE_CHECKING:
     import aiohttp
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 _SERVER_ERRORS = {Status(f"http_{code}") for code in (429, *range(500, 600))}
 _RETRIED = _SERVER_ERRORS | {Status.CONNECT}
+# A request that ends so is sent again if this process did not run for over _STALL seconds of it.
+_AFTER_STALL, _STALL = UNREACHABLE | {Status.TLS, Status.SHORT_BODY, Status.ROBOTS_TXT_FAILED}, 1.0
 _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 _MAX_REDIRECTS = 5
@@ -34,7 +39,10 @@ _RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further o
 # A longer pause would keep a slot from other URLs. Such a URL is requested again when the others are done, unless the
 # server asks to wait longer than _MAX_WAIT. Both are in seconds.
 _MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
-_Answer = TypeVar("_Answer")
+# Limits that keep the event loop free: bytes that are read and decompressed at a time, and characters of an error.
+_CHUNK, _PIECE, _MAX_ERROR = 2**12, 2**20, 10_000
+_Answer = tuple[str | None, bytes]  # the target of a redirect and no bytes, or None and the body
+_Read = Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +51,12 @@ class DownloadSettings(ImageSettings):
 
     deadline: float = 20.0
     """seconds for one URL, from the DNS lookup to the last byte, with redirects, retries and pauses; the same again in
-    the second pass; the server may be silent, or take to connect (TCP and TLS), for at most half of this time"""
+    each later pass; the server may be silent, or take to connect (TCP and TLS), for at most half of this time; time in
+    which this process did not run is left out"""
     retries: int = 2
     """immediate retries after a lost connection, 429 or 5xx, within the deadline; unless this is 0, such URLs and those
-    that timed out get one more attempt in a second pass, after all others"""
+    that timed out get one more attempt in a second pass, after all others; 429 and 5xx get further passes, until two in
+    a row bring no image of their host"""
     concurrency: int = 64
     """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes` of
     memory; each host starts with 8, and gets more while its answers do not slow down"""
@@ -63,8 +73,7 @@ class DownloadSettings(ImageSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("deadline", "concurrency", "decode_threads"):
-            check(self, getattr(self, name) > 0, name, "over 0")
+        check_positive(self, "deadline", "concurrency", "decode_threads")
         check(self, self.retries >= 0, "retries", "0 or more")
         if not self.contact.isprintable():
             raise ValueError(f"contact {self.contact!r} has control characters, which a header cannot contain")
@@ -96,7 +105,9 @@ class Fetcher:
         require("aiohttp", "downloading")
         import aiohttp
 
-        settings = self.settings
+        self.clock = AwakeClock(self.hosts.start_waiting)
+        self._parser = ThreadPoolExecutor(1, "robots")  # one, so that the event loop keeps half a core
+        patience = self.settings.read_timeout
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
@@ -107,10 +118,8 @@ class Fetcher:
                 resolver=guarded_resolver(self.guard),
                 socket_factory=self.guard.open_socket,
             ),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.read_timeout, sock_read=settings.read_timeout
-            ),
-            headers={"User-Agent": settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience, sock_read=patience),
+            headers={"User-Agent": self.settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a few bytes can unpack to gigabytes: see _decompressor
             trust_env=False,  # a proxy from the environment would connect to unchecked addresses
@@ -118,52 +127,54 @@ class Fetcher:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.clock.stop()
+        self._parser.shutdown(cancel_futures=True)
         await self.session.close()
 
     def host(self, url: str) -> str:
         """Return "host:port" for a URL. Raises the same errors as `AddressGuard.check_url`."""
         return _host_of(self.guard.check_url(url))
 
-    async def fetch(self, url: str, second_pass: float | None = None) -> bytes:
+    async def fetch(self, url: str, slot: Slot, second_pass: float | None = None) -> bytes:
         """Fetch a URL and return its body. Raises Refused if it cannot be fetched within the deadline.
 
-        The caller must hold a slot of the URL's host (`Hosts.slot`). After the first pass over a shard's URLs, failed
-        URLs that may succeed later are requested once more in a second pass. `second_pass` is the start of that pass by
-        the event loop's clock, or None in the first pass. The second pass makes only one attempt for each URL. Unlike
-        the first pass, it also requests URLs of silent hosts, and robots.txt files that were unavailable before.
+        The caller must hold `slot`, a slot of the URL's host (`Hosts.slot`). After the first pass over a shard's URLs,
+        failed URLs that may succeed later are requested again in a second pass. `second_pass` is the start of that pass
+        by the event loop's clock, or None in the first pass. Later passes make only one attempt for each URL. Unlike
+        the first pass, they also request URLs of silent hosts, and robots.txt files that were unavailable before.
         """
-        loop = asyncio.get_running_loop()
         # Before the deadline starts, because the wait for a robots.txt should not count.
         await self._check_host(self.guard.check_url(url), second_pass)
-        end = loop.time() + self.settings.deadline
+        end = self.clock.time() + self.settings.deadline
         retries = self.settings.retries if second_pass is None else 0
         for number in itertools.count(1):
             try:
-                return await self._attempt(url, end, second_pass)
+                return await self._attempt(url, end, second_pass, number > 1)
             except Refused as error:
                 pause = max(_pause(url, number), error.retry_after or 0.0)
                 more = error.status in _RETRIED and number <= retries and not self.hosts.is_silent(error.host)
-                if not more or pause > _MAX_PAUSE or loop.time() + pause >= end:
+                if not more or pause > _MAX_PAUSE or self.clock.time() + pause >= end:
                     raise
-            await asyncio.sleep(pause)
+            await self.hosts.pause(slot, pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def wait_before_second_pass(self, url: str, refused: Refused) -> float | None:
-        """Return the seconds to wait before a refused URL is requested again, or None if there is no second request."""
+    def wait_before_next_pass(self, url: str, refused: Refused, second_pass: float | None) -> float | None:
+        """Return the seconds to wait before a refused URL is requested in the next pass, or None if it is not."""
         if refused.status == Status.HOST_TIMEOUT:
             return 0.0
-        if refused.retry_after is None or not self.settings.retries:
+        is_last = second_pass is not None and refused.status not in _SERVER_ERRORS
+        if is_last or refused.retry_after is None or not self.settings.retries:
             return None
         wait = max(_pause(url, self.settings.retries + 1), refused.retry_after)
         return wait if wait <= _MAX_WAIT else None
 
-    async def _attempt(self, url: str, end: float, second_pass: float | None) -> bytes:
+    async def _attempt(self, url: str, end: float, second_pass: float | None, is_retry: bool) -> bytes:
         """Request a URL without retries, follow redirects, and return the body. For `second_pass`, see `fetch`."""
         address = url
         for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
             await self._check_host(checked, second_pass)
-            location, body = await self._request(checked, end)
+            location, body = await self._request(checked, end, is_retry or second_pass is not None)
             if location is None:
                 return body
             address = _join(address, location)
@@ -186,40 +197,56 @@ class Fetcher:
                 self.hosts.record_end(host, str(url), begin, None, error)
                 raise
 
-    async def _request(self, url: "yarl.URL", end: float) -> tuple[str | None, bytes]:
+    async def _request(self, url: "yarl.URL", end: float, is_retry: bool) -> _Answer:
         """Send one request and record its outcome in `hosts`. Return (None, body), or (target, b"") for a redirect."""
-        loop, host = asyncio.get_running_loop(), _host_of(url)
-        begin, seconds = loop.time(), None
+        host, begin, seconds = _host_of(url), asyncio.get_running_loop().time(), None
+        awake = self.clock.time()
 
-        async def read(response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+        async def read(response: "aiohttp.ClientResponse") -> _Answer:
             nonlocal seconds
-            seconds = loop.time() - begin
+            seconds = self.clock.time() - awake
             return await self._read_answer(response)
 
         try:
             answer = await self._get(url, read, end)
         except Refused as error:
             error.host = host
-            self.hosts.record_end(host, str(url), begin, seconds, error)
+            self.hosts.record_end(host, str(url), begin, seconds, error, is_retry)
             raise
-        self.hosts.record_end(host, str(url), begin, seconds)
+        self.hosts.record_end(host, str(url), begin, seconds, None, is_retry)
         return answer
 
-    async def _get(
-        self, url: "yarl.URL", read: Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]], end: float
-    ) -> _Answer:
-        """Send one request and return `read(response)`. Raises Refused if the request fails or is not done by `end`."""
+    async def _get(self, url: "yarl.URL", read: _Read, end: float) -> _Answer:
+        """Send a request and return `read(response)`. Raises Refused if it fails or is not done by `end`.
+
+        `end` is a time of `self.clock`. If a request fails in which this process did not run for over a second, another
+        is sent.
+        """
+        while True:
+            late = self.clock.late
+            try:
+                return await self._send(url, read, end)
+            except Refused as error:
+                stalled = self.clock.late - late > _STALL and error.status in _AFTER_STALL
+                if not stalled or self.clock.time() >= end:
+                    raise
+
+    async def _send(self, url: "yarl.URL", read: _Read, end: float) -> _Answer:
+        """Do the work of `_get`, with one request."""
         import aiohttp
 
         try:
-            async with asyncio.timeout_at(end), self.session.get(url, allow_redirects=False) as response:
+            async with (
+                asyncio.timeout(end - self.clock.time()),
+                self.session.get(url, allow_redirects=False) as response,
+            ):
                 return await read(response)
         except aiohttp.ClientError as error:
             hint, number = resource_error_hint(error), getattr(error, "errno", None)
             if hint:
                 raise OSError(number, f"{error}, while requesting {display_url(str(url))}; {hint}") from error
             status = _status_of(error)
-            text = str(error).replace(str(url), display_url(str(url)))
+            text = str(error)[:_MAX_ERROR].replace(str(url), display_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             lost = status in (Status.CONNECT, Status.TIMEOUT)
             transient = lost or (status == Status.DNS and number == socket.EAI_AGAIN)
@@ -227,7 +254,7 @@ class Fetcher:
         except TimeoutError as error:  # without a retry, because the deadline has passed
             raise Refused(Status.TIMEOUT, f"not done after {self.settings.deadline:g} s") from error
 
-    async def _read_answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+    async def _read_answer(self, response: "aiohttp.ClientResponse") -> _Answer:
         """Return (None, body), or (target, b"") for a redirect. Raises Refused for any other response."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
@@ -239,7 +266,7 @@ class Fetcher:
             if not location:
                 raise Refused(Status.HTTP_OTHER, f"HTTP {code} without a Location")
             return location, b""
-        status = Status.of_http(code)
+        status = Status(f"http_{code}") if 400 <= code < 600 else Status.HTTP_OTHER
         raise Refused(status, _status_line(response), _retry_after(response) if status in _SERVER_ERRORS else None)
 
     async def _fetch_robots_txt(self, url: "yarl.URL") -> Rules:
@@ -248,12 +275,12 @@ class Fetcher:
         A success is not recorded in `hosts`, because the host may serve its robots.txt but no images.
         """
         address, location = str(url), None
-        end = asyncio.get_running_loop().time() + self.settings.deadline
+        end = self.clock.time() + self.settings.deadline
         try:
             for _ in range(_MAX_REDIRECTS + 1):
                 location, body = await self._get(self.guard.check_url(address), self._read_robots_txt, end)
                 if location is None:
-                    return Rules(body)
+                    return await asyncio.get_running_loop().run_in_executor(self._parser, Rules, body)
                 address = _join(address, location)
         except Refused as error:
             # If the server cannot be reached, its images get that status, as if there were no robots.txt.
@@ -263,7 +290,7 @@ class Fetcher:
             raise Refused(Status.ROBOTS_TXT_FAILED, detail, 0.0) from error
         return Rules(b"")  # too many redirects count as a missing robots.txt: RFC 9309, 2.3.1.2
 
-    async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
+    async def _read_robots_txt(self, response: "aiohttp.ClientResponse") -> _Answer:
         """Return (None, content), or (target, b"") for a redirect. A missing file counts as empty."""
         code, location = response.status, response.headers.get("Location")
         if code in _REDIRECTS and location:
@@ -286,16 +313,24 @@ class Fetcher:
             raise Refused(Status.TOO_BIG, f"{response.content_length} bytes announced, more than {limit}")
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         unpack = _decompressor(encoding)
-        body, received = bytearray(), 0
+        in_chunks = response.content_length is None
+        body, received, packed = io.BytesIO(), 0, b""
         try:
-            while not content.at_eof():
-                chunk = await content.readany()
-                received += len(chunk)
-                left = limit + 1 - len(body)
-                body += unpack.decompress(chunk, left) if unpack else chunk[:left]
-                if max(received, len(body)) > limit:
+            while packed or not content.at_eof():
+                # Small steps, because HTTP chunks of one byte each would take long to join.
+                chunk = packed or await (content.read(_CHUNK) if in_chunks else content.readany())
+                received += len(chunk) - len(packed)
+                left = limit + 1 - body.tell()
+                if unpack:
+                    body.write(unpack.decompress(chunk, min(left, _PIECE)))
+                    packed = unpack.unconsumed_tail
+                else:
+                    body.write(chunk[:left])
+                if packed or in_chunks:  # let the event loop go on
+                    await asyncio.sleep(0)
+                if max(received, body.tell()) > limit:
                     if cut:
-                        return bytes(body[:limit])
+                        return body.getvalue()[:limit]
                     how = "sent" if received > limit else f"when unpacked from {encoding}"
                     raise Refused(Status.TOO_BIG, f"over {limit} bytes {how}")
         except zlib.error as error:
@@ -306,7 +341,7 @@ class Fetcher:
             raise Refused(Status.SHORT_BODY, detail, 0.0) from error
         if unpack and not unpack.eof:
             raise Refused(Status.SHORT_BODY, f"the {encoding} stream of {received} bytes has no end")
-        return bytes(body)
+        return body.getvalue()
 
 
 def _pause(url: str, attempts: int) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from storage.collect.statuses import Refused, Status
+from storage.memory import is_memory_error
 from storage.settings import FORM, check, check_choices
 
 # Formats that are decoded, with their first bytes: only a few, because every decoder reads untrusted bytes.
@@ -50,6 +51,8 @@ _MAX_SCANS = 100
 
 def resource_error_hint(error: BaseException) -> str:
     """Return advice if this machine has run out of memory, disk space or file descriptors, else ""."""
+    if is_memory_error(error):
+        return _RESOURCE_HINTS[errno.ENOMEM]
     return _RESOURCE_HINTS.get(error.errno, "") if isinstance(error, OSError) else ""
 
 

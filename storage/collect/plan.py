@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from storage.digests import sha256_of
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
-from storage.settings import FORM, check, check_choices
+from storage.settings import FORM, check, check_choices, check_positive
 
 MAX_SHARDS = 100_000  # of a dataset, because shard names have five digits
 
@@ -64,8 +64,7 @@ class CollectSettings:
                 "its files) or webdataset (tars)"
             )
         check_choices(self)
-        for name in ("rows_per_shard", "shards_per_task"):
-            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check_positive(self, "rows_per_shard", "shards_per_task")
         can_retry = self.is_download or not self.retry_statuses
         check(self, can_retry, "retry_statuses", "empty, because an import requests nothing")
         are_valid = len(self.columns) == len(set(self.columns)) and len(self.columns) != 1
@@ -114,7 +113,13 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
     try:
         rows = Rows(store, settings.name, id)
     except ObjectMissing:
-        rows = write_rows(store, settings.name, id, reading, _read_origin(settings, reading))
+        if settings.captions:
+            origin = read_rows(Path(settings.captions), reading)
+        elif settings.webdataset:
+            origin = TarSet(settings.webdataset).rows(reading)
+        else:
+            origin = (CaptionRow(row, "", name) for row, name in enumerate(image_files(settings.images or "")))
+        rows = write_rows(store, settings.name, id, reading, origin)
     if not rows.count:
         raise ValueError(f"{settings.origin} has no rows to collect for {settings.name}")
     return rows
@@ -131,16 +136,6 @@ def identify(settings: CollectSettings, reading: Reading) -> str:
         facts = TarSet(settings.webdataset).identity if settings.webdataset else image_files(settings.images or "")
     text = json.dumps([dataclasses.asdict(reading), facts])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read_origin(settings: CollectSettings, reading: Reading) -> Iterator[CaptionRow]:
-    if settings.captions:
-        yield from read_rows(Path(settings.captions), reading)
-    elif settings.webdataset:
-        yield from TarSet(settings.webdataset).rows(reading)
-    else:
-        for number, name in enumerate(image_files(settings.images or "")):
-            yield CaptionRow(number, "", name)
 
 
 def image_files(folder: str) -> list[str]:

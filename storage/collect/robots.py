@@ -1,6 +1,6 @@
 """Rules that web servers set for crawlers: X-Robots-Tag headers, and robots.txt (RFC 9309).
 
-Both are untrusted. Parts of a robots.txt that could be costly to parse are removed before protego parses it.
+Both are untrusted. A robots.txt is shortened before protego parses it, in a thread, so that the event loop goes on.
 """
 
 import asyncio
@@ -20,9 +20,12 @@ NO_INDEX = ("noindex", "noimageindex", "none")  # directives that forbid a searc
 # Directives of X-Robots-Tag with a value, needed to distinguish `name: value` from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
 
+_MAX_TAGS = 20_000  # characters of all X-Robots-Tag headers of an answer
+
 # A robots.txt is cut off at these limits: bytes (RFC 9309, 2.5), lines without comments, and `*` and `$` in them.
 MAX_BYTES, MAX_LINES, MAX_WILDCARDS = 500 * 1024, 10_000, 10_000
 _LINE_COST, _TEXT_COST = 700, 10  # bytes of memory that protego needs per line, and per character
+_COSTLY = 100  # wildcards for which a URL is compared with the rules in a thread
 KEPT_BYTES = 64 * 2**20  # memory for the rules of all origins: about 7,000 origins with ten rules each
 _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORECASE)
 
@@ -31,8 +34,11 @@ _USER_AGENT = re.compile(r"user[ -]?agent[ \t]*:?[ \t]*(\*|[a-z_-]*)", re.IGNORE
 
 
 def check_x_robots_tag(headers: Iterable[str], obey_noindex: bool) -> None:
-    """Raise Refused if the X-Robots-Tag headers forbid training or, with `obey_noindex`, indexing."""
+    """Raise Refused if the X-Robots-Tag headers forbid training or, with `obey_noindex`, indexing, or are too long."""
     directives_for_us: dict[str, str] = {}  # directive -> its header
+    headers = list(headers)
+    if sum(map(len, headers)) > _MAX_TAGS:
+        raise Refused(Status.BAD_RESPONSE, f"X-Robots-Tag headers of over {_MAX_TAGS} characters")
     for header in headers:
         agent = ""  # the rest of the header's directives are for this agent; "" for all agents
         for item in re.split("[,;]", header):  # some servers write semicolons instead of commas
@@ -57,16 +63,17 @@ class Rules:
     def __init__(self, data: bytes):
         from protego import Protego
 
-        lines = _limit_lines(data)
+        lines, wildcards = _limit_lines(data)
         self._rules = Protego.parse("\n".join(lines)) if lines else None
         self.bytes = sum(_LINE_COST + _TEXT_COST * len(line) for line in lines)
+        self.is_costly = wildcards > _COSTLY  # `allow` may take over 10 ms
 
     def allow(self, url: str) -> bool:
         return self._rules is None or self._rules.can_fetch(url, AGENT)
 
 
-def _limit_lines(data: bytes) -> list[str]:
-    """Return the lines of a robots.txt without comments, up to MAX_BYTES, MAX_LINES and MAX_WILDCARDS.
+def _limit_lines(data: bytes) -> tuple[list[str], int]:
+    """Return the lines of a robots.txt without comments, and the number of their wildcards, up to the limits above.
 
     All agents except ours and `*` are given the same name, because protego's cost grows with the number of agents
     times the number of rules.
@@ -86,7 +93,7 @@ def _limit_lines(data: bytes) -> list[str]:
         if len(lines) == MAX_LINES or wildcards > MAX_WILDCARDS:
             break
         lines.append(line)
-    return lines
+    return lines, wildcards
 
 
 class RobotsTxt:
@@ -118,5 +125,6 @@ class RobotsTxt:
                 self._kept[origin] = rules, asyncio.get_running_loop().time()
         if isinstance(rules, Refused):
             raise Refused(rules.status, f"robots.txt: {rules.detail}", rules.retry_after)
-        if not rules.allow(str(url)):
+        is_allowed = await asyncio.to_thread(rules.allow, str(url)) if rules.is_costly else rules.allow(str(url))
+        if not is_allowed:
             raise Refused(Status.ROBOTS_TXT, f"the robots.txt of {url.host} forbids {url.raw_path[:200]}")

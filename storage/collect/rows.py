@@ -167,12 +167,11 @@ def write_rows(store: ObjectStore, dataset: str, id: str, reading: Reading, rows
         unreadable += [row.row for row in part if row.status]
         keys += bytes.fromhex("".join(row.key for row in part))
         lines = [
-            (row.key, row.url, row.caption, row.extra and json.dumps(row.extra), row.status, row.detail)
-            + ((row.place.tar, row.place.offset, row.place.size) if row.place else (None, None, None))
+            {name: getattr(row, name) for name in ("key", "url", "caption", "status", "detail")}
+            | {"extra": row.extra and json.dumps(row.extra), **(dataclasses.asdict(row.place) if row.place else {})}
             for row in part
         ]
-        columns = [pa.array(column, field.type) for column, field in zip(zip(*lines, strict=True), _PART, strict=True)]
-        data = _to_parquet(pa.Table.from_arrays(columns, schema=_PART))
+        data = _to_parquet(pa.Table.from_pylist(lines, schema=_PART))
         names.append(_hash(data))
         store.put(f"{_folder(dataset)}/part-{names[-1]}.parquet", data, if_absent=True)
     repeated, firsts = _find_repeated(keys, unreadable)
@@ -208,11 +207,7 @@ def _hash(data: bytes) -> str:
 def _find_repeated(keys: bytearray, unreadable: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays: the readable rows that repeat an earlier key, and for each, the first row with that key."""
     table = np.frombuffer(keys, dtype=f"S{_KEY_BYTES}")
-    order = np.argsort(table, kind="stable")  # equal keys become neighbours, with the earliest row first
-    order = order[~np.isin(order, unreadable)]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = table[order[1:]] != table[order[:-1]]
-    firsts = order[new][np.cumsum(new) - 1] if len(order) else order
-    rows, firsts = order[~new], firsts[~new]
-    ascending = np.argsort(rows)
-    return rows[ascending], firsts[ascending]
+    rows = np.delete(np.arange(len(table)), unreadable)
+    _, firsts, inverse = np.unique(table[rows], return_index=True, return_inverse=True)
+    firsts = rows[firsts[inverse]]
+    return rows[rows != firsts], firsts[rows != firsts]

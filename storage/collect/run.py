@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from storage.catalog import Catalog
+from storage.catalog import Catalog, require_valid
 from storage.claims import Claims, exit_at_sigterm
 from storage.collect.download import Downloader, commit_images, run_all
 from storage.collect.imports import import_images, read_folder
@@ -32,7 +32,7 @@ from storage.collect.rows import CaptionRow, Rows
 from storage.collect.spool import Spool
 from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Status
 from storage.collect.tars import TarSet
-from storage.manifests import Header
+from storage.manifests import Header, Manifest
 from storage.object_store import ObjectMissing, open_store
 from storage.programs import Command, Flat, Root
 from storage.progress import progress_line
@@ -43,7 +43,7 @@ IMAGES = "images"
 SHARDS_AT_ONCE = 5  # shards of a group in parallel: while one waits for slow servers, the others continue
 # Fewer rows on fewer hosts may all be gone. With more, the cause is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
-_REPORT_SECONDS = 10.0  # minimum seconds between two lines of progress
+_REPORT_SECONDS, _REPORTS = 10.0, 6  # seconds between two lines of progress, and lines from which the time left follows
 _HINTS = {  # by the most frequent status, if no row of a list is ok
     Status.BLOCKED_ADDRESS: "If you trust this server, set download.allowed_hosts to its host:port",
     Status.BAD_URL: "Set columns to the columns of URL and caption; for file names, set images to their folder",
@@ -74,10 +74,6 @@ class Collected:
     seconds: float
 
 
-class NothingStored(ValueError):
-    """Raised if a dataset has no ok row in any shard, committed or new."""
-
-
 OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
 
 
@@ -89,7 +85,7 @@ def collect(
 ) -> Collected:
     """Download or import the missing shards of a dataset, in groups. Return a summary.
 
-    `run_group` collects one group (default: `collect_group`). Raises NothingStored if no shard of the dataset,
+    `run_group` collects one group (default: `collect_group`). Raises ValueError if no shard of the dataset,
     new or older, has an ok row.
     """
     started = time.monotonic()
@@ -130,7 +126,7 @@ def collect(
         missing = [part for part in missing if part.shard in set(left)]
         has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
         if missing and not has_images and counts.total() == rows:  # other workers had none
-            raise NothingStored(_nothing_stored(settings, listed, counts, missing[0]))
+            raise ValueError(_nothing_stored(settings, listed, counts, missing[0]))
         if missing:
             log_line(f"collecting {len(missing)} shards again, which had no image or were claimed by another worker")
     new = len(new_shards - headers.keys())
@@ -207,20 +203,25 @@ class _GroupCollector:
     claims: Claims
     withdrawn: Withdrawn
     counts: dict[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)  # shard -> rows by status, if done
-    due: float = dataclasses.field(default_factory=lambda: time.monotonic() + _REPORT_SECONDS)  # of the next line
 
     def count(self) -> dict[str, int]:
         """Return the number of rows with each status, over all finished shards."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
-    def finish(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Record that a shard is finished, with its row counts by status. Log the progress at intervals."""
-        self.counts[part.shard] = counts
-        if time.monotonic() >= self.due:
-            counts = Counter(self.group.before) + Counter(self.count())
-            name, seconds = self.settings.name, time.monotonic() - self.group.started
-            self.log(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
-            self.due = time.monotonic() + _REPORT_SECONDS
+    async def report(self, downloader: Downloader | None) -> None:
+        """Log the progress at intervals. The time left follows from the last minute and from the URLs that hang."""
+        before: deque[tuple[float, int]] = deque(maxlen=_REPORTS)
+        while True:
+            in_progress, waiting = downloader.progress() if downloader else (Counter(), 0.0)
+            counts = Counter(self.group.before) + Counter(self.count()) + in_progress
+            now, done = time.monotonic(), counts.total()
+            if before:
+                rate = (done - before[0][1]) / (now - before[0][0])
+                left = max((self.group.rows - done) / rate if rate else 0.0, waiting) or None
+                seconds = now - self.group.started
+                self.log(progress_line(self.settings.name, done, self.group.rows, "rows", counts, seconds, left))
+            before.append((now, done))
+            await asyncio.sleep(_REPORT_SECONDS)
 
     async def collect(self) -> None:
         """Collect all shards of the group: a few at a time if they are downloaded, one at a time if imported."""
@@ -238,18 +239,23 @@ class _GroupCollector:
 
         with ThreadPoolExecutor(1, thread_name_prefix="files") as self.files:
             async with Downloader(download) if is_download else contextlib.nullcontext() as downloader:
-                await run_all(claim_and_collect(part) for part in self.group.parts)
+                reports = asyncio.create_task(self.report(downloader))
+                try:
+                    await run_all(claim_and_collect(part) for part in self.group.parts)
+                finally:
+                    reports.cancel()
 
     async def in_thread(self, function: Callable, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.files, function, *arguments)
 
     async def collect_shard(self, part: Part, downloader: Downloader | None, spool: Spool) -> None:
         """Collect one shard: read its rows, download or import their images, and commit the result."""
-        if committed := await self.in_thread(self.count_committed, part):
-            self.finish(part, committed)
+        replaces = await self.in_thread(self.read_manifest, part.shard)
+        if replaces and replaces.sha256 != part.replaces:  # another worker has committed the shard
+            self.counts[part.shard] = replaces.statuses
             return
         rows = await self.in_thread(self.rows.read, part.start, part.stop)
-        replaces, before = await self.in_thread(self.read_committed, part, rows, spool)
+        before = await self.in_thread(self.read_results, replaces, rows, spool) if replaces else {}
         results = before | self.settle_rows(part, rows)
         retried = self.settings.retried_statuses
         left = [row for row in rows if row.row not in results or results[row.row].status in retried]
@@ -262,8 +268,7 @@ class _GroupCollector:
         for row in collected:  # a retried row whose host is still unreachable keeps its earlier result
             if row.row not in results or row.status not in UNREACHABLE:
                 results[row.row] = row
-        statuses = Counter(row.status for row in results.values())
-        self.finish(part, statuses)
+        self.counts[part.shard] = statuses = Counter(row.status for row in results.values())
         if replaces:
             must_commit = any(results[number].status != row.status for number, row in before.items())
         else:  # a new shard without an image is not committed while its dataset has none
@@ -272,25 +277,17 @@ class _GroupCollector:
         if must_commit:
             await self.in_thread(self.commit, part, [results[row.row] for row in rows], replaces)
 
-    def count_committed(self, part: Part) -> dict[str, int]:
-        """Return a shard's row counts by status, or {} if it is not committed yet or is to be replaced."""
-        try:
-            (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
-        except ObjectMissing:
-            return {}
-        return {} if header.sha256 == part.replaces else header.statuses
+    def read_manifest(self, shard: str) -> Manifest | None:
+        """Return the newest manifest of a shard, or None if the shard is not committed."""
+        with contextlib.suppress(ObjectMissing):
+            return self.catalog.manifest(IMAGES, shard)
 
-    def read_committed(
-        self, part: Part, rows: Sequence[CaptionRow], spool: Spool
-    ) -> tuple[Header | None, dict[int, CaptionRow]]:
-        """Return the header of the revision to replace, and its rows with their results, keyed by row number.
+    def read_results(self, manifest: Manifest, rows: Sequence[CaptionRow], spool: Spool) -> dict[int, CaptionRow]:
+        """Return the rows of a committed shard with their results, keyed by row number.
 
-        `rows` are all rows of the shard. Committed images are copied to the spool. Returns (None, {}) for a new shard.
+        `rows` are all rows of the shard. Committed images are copied to the spool.
         """
-        if not part.replaces:
-            return None, {}
-        manifest = self.catalog.manifest(IMAGES, part.shard)
-        samples, results = self.catalog.read(IMAGES, part.shard), {}
+        samples, results = map(require_valid, self.catalog.read_each(manifest)), {}
         for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
             image = None
             if line["status"] == Status.OK:
@@ -298,7 +295,7 @@ class _GroupCollector:
                 size = sample.width, sample.height
                 image = spool.write(NormalisedImage(sample.image, *size, sample.sha256, sample.flags))
             results[row.row] = dataclasses.replace(row, status=line["status"], detail=line["detail"], image=image)
-        return manifest, results
+        return results
 
     def settle_rows(self, part: Part, rows: Iterable[CaptionRow]) -> dict[int, CaptionRow]:
         """Return the rows that need no request (withdrawn, unreadable or repeated), keyed by row number."""
@@ -320,7 +317,11 @@ class _GroupCollector:
             images = read_folder(Path(settings.images), dict.fromkeys(row.url for row in rows), limit)
         else:
             images = TarSet(settings.origin).read(dict.fromkeys(row.place for row in rows if row.place), limit)
-        imported = import_images(rows, images, settings.download, spool)
+        try:
+            imported = import_images(rows, images, settings.download, spool)
+        except (MemoryError, RuntimeError) as error:
+            error.add_note(f"while importing images from {settings.images or settings.origin}")
+            raise
         missing = [row for row in imported if row.status == Status.MISSING_FILE]
         if missing:
             more, location = len(missing) - 1, self.rows.reading.location(settings.origin, missing[0].row)

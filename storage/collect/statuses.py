@@ -70,11 +70,6 @@ class Status(StrEnum):
     for code in range(400, 600):
         members[f"HTTP_{code}"] = f"http_{code}", f"HTTP {code} {responses.get(code, '')}".rstrip()
 
-    @classmethod
-    def of_http(cls, code: int) -> "Status":
-        """Return the status for the HTTP code of a response that is neither an image nor a redirect."""
-        return cls(f"http_{code}") if 400 <= code < 600 else cls.HTTP_OTHER
-
 
 UNREACHABLE = {Status.DNS, Status.CONNECT, Status.TIMEOUT, Status.HOST_TIMEOUT}  # the statuses of an offline machine
 NOT_REQUESTED = {Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW, Status.BAD_URL, Status.BLOCKED_ADDRESS}

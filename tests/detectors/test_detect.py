@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import signal
 import socket
 import time
@@ -196,18 +197,32 @@ def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, field
         main([str(tmp_path), "captions", *fields])
 
 
-def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("root", "endpoint", "status", "named"),
+    [
+        ("s3://bucket/images", "", 75, "head_bucket of s3://bucket/images/ at http://127.0.0.1:"),
+        ("s3://bucket/images", "no-url", 1, "head_bucket of s3://bucket/images/ at no-url failed"),
+        ("absent", "", 1, "cannot read the folder .*/absent: "),
+        ("file", "", 1, "cannot read the folder .*/file: "),
+    ],
+)
+def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again_where_that_may_help(
+    tmp_path: Path, monkeypatch, capsys, root: str, endpoint: str, status: int, named: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     with socket.socket() as taken:  # a port of this machine where nobody listens afterwards
         taken.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        endpoint = endpoint or f"http://127.0.0.1:{taken.getsockname()[1]}"
     for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(SystemExit) as ended:
-        main(["s3://bucket/images", "captions", *RANDOM_INIT])
-    assert ended.value.code == 75
+        main([root, "captions", *RANDOM_INIT])
+    assert ended.value.code == status
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"head_bucket of s3://bucket/images/ at {endpoint} failed")
+    assert re.match(named, line)
+    assert not Path("absent").exists()
 
 
 def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

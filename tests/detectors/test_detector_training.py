@@ -17,15 +17,17 @@ from safetensors.torch import load_file
 from tiny import CLASSES, as_overrides
 from tiny_detector import ATTRIBUTES, TINY, annotated_images, coco_data, command_line, seeded, tiny_recipe
 
+import storage.claims
 from detectors.faster_rcnn import FasterRCNN
 from detectors.recipes import SGD, detector_vg_resnet101
-from detectors.train import main, train
+from detectors.train import DetectorRun, main, train
 from detectors.validate import validate
 from detectors.weights.files import load_resnet, load_weights, read_config
+from storage.claims import Claims
 from storage.object_store import open_store
 from storage.settings import override_values
 from training import distributed
-from training.distributed import ALONE, World
+from training.distributed import ALONE, SharedFault, World
 from training.log import read_metrics
 
 
@@ -101,6 +103,27 @@ def test_a_run_that_is_killed_goes_on_to_the_same_weights(root, images, capsys, 
     if name == "live":
         assert after["backbone.res2.0.conv1.norm.num_batches_tracked"] == 6
         assert not (after["backbone.res2.0.conv1.norm.running_var"] == 1).any()
+
+
+def test_a_run_that_another_process_trains_is_refused(root, images, monkeypatch):
+    monkeypatch.setattr(storage.claims, "RENEWAL", 0.1)
+    with Claims(open_store(str(root)), "runs/taken") as claims:
+        claims.take(["writer"])
+        with pytest.raises(SharedFault, match=rf"runs/taken is trained by process {os.getpid()} on .*--run_name=NAME"):
+            train(tiny_recipe(images, root, run_name="taken"), ALONE)
+    assert not (root / "runs/taken").exists()
+    prepare, store, heir = DetectorRun.prepare, open_store(str(root)), b"process 1 on another, , "
+
+    def lose(self: DetectorRun, step: int) -> None:
+        prepare(self, step)
+        if step == 4:
+            store.put("runs/taken/claims/writer.txt", heir)
+
+    monkeypatch.setattr(DetectorRun, "prepare", lose)
+    with pytest.raises(ValueError, match="was .*taken over .*process 1 on another"):
+        train(tiny_recipe(images, root, run_name="taken"), ALONE)
+    assert store.get("runs/taken/claims/writer.txt") == heir
+    assert not list((root / "runs/taken").glob("step-0000006/state.json"))
 
 
 def test_a_run_goes_on_only_as_it_began(root, images, tmp_path):

@@ -2,7 +2,11 @@
 
 import dataclasses
 import gzip
+import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from imported_features import (
     write_npz,
     write_tsv,
 )
+from places import PROJECT
 from tiny import tiny_sample
 from tiny_detector import commit_images
 
@@ -230,9 +235,9 @@ def cut(write: Writer, part: str = "") -> Writer:
         (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
         (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
-        (cut(write_json), [], "f is damaged or not a zip file"),
+        (cut(write_json), [], "f is damaged or not a feature file"),
         (cut(write_lmdb, "data.mdb"), [], "f is truncated"),
-        (cut(write_h5), [], "f is damaged or not an HDF5 file"),
+        (cut(write_h5), [], "f is damaged or not a feature file"),
         (flat_h5, [], "f has image_features but no group for each image"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=HOSTILE), [], "wants to load builtins.print"),
     ],
@@ -242,3 +247,122 @@ def test_an_unusable_file_is_named_before_anything_is_detected(
 ):
     with pytest.raises(ValueError, match=message):
         detector_of(make(tmp_path / "f"), *more)
+
+
+def test_a_row_that_leads_out_of_an_lmdb_costs_its_image_alone(tmp_path: Path):
+    """Reading the pages behind the end of a mapped file ends a process with SIGBUS."""
+    file = write_lmdb(tmp_path / "f", [features_of(number, channels=300) for number in range(3)])
+    samples = [a_sample(number) for number in range(3)]
+    detector = detector_of(file)
+    data = bytearray((file / "data.mdb").read_bytes())
+    for name in re.finditer(b"000001", data):
+        length = slice(name.start() - 8, name.start() - 4)  # of the value: two bytes each, the lower first
+        if data[name.start() - 2 : name.start()] == b"\x06\0":  # a page's entry, whose key has six bytes
+            data[length] = b"\xff\xff\x0f\0"
+    (file / "data.mdb").write_bytes(data)
+    first, bad, last = detector.detect(samples)
+    assert bad.startswith("bad_features: f: 000001 is damaged: reading it ends with "), bad
+    assert isinstance(first, Regions)
+    assert isinstance(last, Regions)
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [(2**27, "has [0-9]+ bytes, more"), (5 * 2**28, "cannot be .*MemoryError")]
+)
+def test_a_row_that_takes_too_much_memory_costs_its_image_alone(length: int, status: str, tmp_path: Path):
+    file = write_h5(tmp_path / "f", [features_of(0), features_of(1)])
+    with h5py.File(file, "r+") as stream:
+        del stream["000001/features"]
+        stream.create_dataset("000001/features", (length,), np.float32)  # zeros, which take no space in the file
+    good, bad = detector_of(file, *LAST).detect([a_sample(0), a_sample(1)])
+    assert isinstance(good, Regions)
+    assert re.match(f"bad_features: f: 000001 {status}", bad)
+
+
+LIMITED = """
+import resource, sys
+from detectors.config import DetectionConfig
+from detectors.run import make_detector
+from storage.programs import Command
+from storage.settings import parse
+config = parse(DetectionConfig, sys.argv[1:])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20,) * 2)
+Command("vlbert detect", lambda: make_detector(config))([])
+"""
+
+
+def large_value(file: Path, images: list[ImageFeatures]) -> Path:
+    """Only the child needs memory."""
+    fields = images[0].by_name() | {"features": np.zeros((900, 1), np.float32), "more": bytes(2**27)}
+    return write_lmdb(file, images[:1], raw=pickle.dumps(fields))
+
+
+@pytest.mark.parametrize("write", [write_lmdb, write_h5, write_tsv, write_json, large_value])
+def test_a_lack_of_memory_stops_the_import_with_one_line(write: Writer, tmp_path: Path):
+    """The row has 43 MB, and there are 60 MiB left."""
+    file = write(tmp_path / "f", [features_of(0, boxes=900, channels=12_000)])
+    command = [sys.executable, "-c", LIMITED, *fields_of(file, *(LAST if write is write_h5 else []))]
+    program = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert (program.returncode, program.stderr.count("\n")) == (1, 1), program.stderr
+    assert program.stderr.startswith(f"vlbert detect: {file}")
+    assert "raise `ulimit -v`" in program.stderr
+
+
+PAGE = 4096  # of an LMDB
+
+
+def damaged(data: bytes, rng: np.random.Generator) -> bytes:
+    """Changed in up to ten bytes, cut, with a run of zeros or of 255, or with two of its pages swapped."""
+    # Near these are the lengths and offsets.
+    marks = [match.start() for match in re.finditer(rb"00000\d|TREE|SNOD|HEAP|PK", data)]
+    places = rng.integers(0, len(data), 10)
+    if rng.integers(2) and marks:
+        places = (rng.choice(marks, 10) + rng.normal(0, 8, 10).astype(int)).clip(0, len(data) - 1)
+    changed, kind, first = bytearray(data), rng.integers(5), int(places[0])
+    if kind == 0:
+        for place in places[: rng.integers(1, 11)]:
+            changed[place] = rng.integers(256)
+    elif kind == 1:
+        del changed[first:]
+    elif kind == 2:
+        size = PAGE if len(data) > 4 * PAGE else 256
+        one, other = (slice(place // size * size, (place // size + 1) * size) for place in places[:2])
+        changed[one], changed[other] = data[other], data[one]
+    else:
+        length = min(int(rng.choice([1, 8, 512])), len(data) - first)
+        changed[first : first + length] = bytes([0 if kind == 3 else 255]) * length
+    return bytes(changed)
+
+
+# Its writer, the file to damage, and what else the detector must be told. An LMDB keeps the larger rows in pages of
+# their own.
+FUZZED: dict[str, tuple[Writer, str, list[str]]] = {
+    "tsv": (write_tsv, "", []),
+    "f.zip": (write_json, "", []),
+    "npz": (write_npz, "000001.npz", []),
+    "lmdb": (write_lmdb, "data.mdb", []),
+    "h5": (write_h5, "", LAST),
+}
+DAMAGED_FILES = int(os.environ.get("DAMAGED_FILES", "200"))
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_a_damaged_file_is_named_or_costs_its_images_alone(name: str, tmp_path: Path):
+    write, part, more = FUZZED[name]
+    samples = [a_sample(number) for number in range(4)]
+    file = write(tmp_path / name, [features_of(number, boxes=1 + number % 2 * 4, channels=300) for number in range(4)])
+    target, config = file / part, parse(DetectionConfig, fields_of(file, *more))
+    data, good = target.read_bytes(), make_detector(config).detect(samples)
+    assert all(isinstance(regions, Regions) for regions in good)
+    for seed in range(DAMAGED_FILES):
+        target.write_bytes(damaged(data, np.random.default_rng(seed)))
+        try:
+            messages = [f"{file} : {found}" for found in make_detector(config).detect(samples) if type(found) is str]
+        except ValueError as error:
+            messages = [str(error)]
+        assert all(message.startswith(f"{file}") and "\n" not in message for message in messages), (seed, messages)
+    target.write_bytes(data)
+    again = make_detector(config).detect(samples)
+    for before, after in zip(good, again, strict=True):
+        assert all(np.array_equal(getattr(before, name), getattr(after, name)) for name in ("boxes", "features"))

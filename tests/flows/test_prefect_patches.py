@@ -25,7 +25,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.exceptions import TerminationSignal
-from prefect.states import Completed, Crashed, Pending, Running
+from prefect.states import Completed, Crashed, Pending, Running, Scheduled
 from prefect.utilities.engine import capture_sigterm
 
 from demo.serve import free_port
@@ -42,10 +42,10 @@ from flows.prefect_patches import (
 
 # Stands for a run that does not end at SIGTERM: prints its process id, and each signal.
 RUN = """
-import os, signal, time
+import os, signal, threading, time
 from flows.engine import exit_with_parent
 signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
-exit_with_parent(os.getppid())
+threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
 print(os.getpid(), flush=True)
 while True:
     time.sleep(0.1)
@@ -157,8 +157,16 @@ class Deployed:
         flow_id = client.create_flow_from_name("places")
         self.id = client.create_deployment(flow_id, f"one-{uuid4().hex[:6]}", concurrency_limit=1)
 
+    def created(self) -> FlowRun:
+        return self.client.create_flow_run_from_deployment(self.id)
+
+    def asks(self, run: FlowRun) -> str:
+        """Return the name of the run's state after a worker asked for its slot."""
+        self.client.set_flow_run_state(run.id, Pending())
+        return self.client.read_flow_run(run.id).state.name
+
     def at_work(self) -> FlowRun:
-        run = self.client.create_flow_run_from_deployment(self.id)
+        run = self.created()
         for state in (Pending(), Running()):
             self.client.set_flow_run_state(run.id, state)
         return self.client.read_flow_run(run.id)
@@ -179,6 +187,14 @@ class Deployed:
             return None
         expiration = datetime.fromisoformat(json.loads(lease.read_text())["expiration"])
         return (expiration - datetime.now(UTC)).total_seconds()
+
+    def age(self, run: FlowRun, seconds: float) -> None:
+        """Let so much time pass for the run's lease."""
+        for file in (self.leases / f"{lease_of(run)}.json", self.leases / "expirations.json"):
+            content = json.loads(file.read_text())
+            key = str(lease_of(run)) if file.stem == "expirations" else "expiration"
+            content[key] = (datetime.fromisoformat(content[key]) - timedelta(seconds=seconds)).isoformat()
+            file.write_text(json.dumps(content))
 
 
 def lease_of(run: FlowRun) -> UUID | None:
@@ -211,6 +227,53 @@ def test_the_slot_of_a_run_is_renewed_to_a_day_also_when_it_has_it_again_and_end
     deployed.client.set_flow_run_state(again.id, Completed())  # as the engine does it
     assert (deployed.places(), deployed.seconds_left(again)) == (0, None)
     assert renew_slot(deployed.client, deployed.client.read_flow_run(run.id), renewed) == renewed, "nothing is left"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_second_run_waits_for_the_whole_of_the_first_whether_that_is_renewed_before_or_after_it_is_running(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, early: bool
+):
+    client, clock, renewed = deployed.client, [1000.0], (None, 0.0)
+    monkeypatch.setattr("flows.prefect_patches.time", Mock(monotonic=lambda: clock[0]))
+    run, second = deployed.created(), deployed.created()
+    assert deployed.asks(run) == "Pending"
+    if early:
+        renewed = renew_slot(client, client.read_flow_run(run.id), renewed)
+    client.set_flow_run_state(run.id, Running())
+    for turn in range(35):  # 700 s, of which the server's own lease holds 300
+        run = client.read_flow_run(run.id)
+        renewed = renew_slot(client, run, renewed)
+        assert turn or deployed.seconds_left(run) > 80000, "as soon as it is seen to be running"
+        if turn == 20:  # as if the server had cut it to its minimum in the same state
+            deployed.age(run, 86400 - _SHORT_LEASE)
+        clock[0] += 20
+        deployed.age(run, 20)
+        assert deployed.seconds_left(run) > 0, f"after {clock[0] - 1000:g} s"
+    assert deployed.seconds_left(run) > 80000, "an outage of hours costs no slot"
+    assert deployed.asks(second) == "AwaitingConcurrencySlot"
+    client.set_flow_run_state(run.id, Completed())
+    assert deployed.asks(second) == "Pending"
+
+
+def test_waiting_runs_take_their_slots_in_the_order_in_which_they_were_scheduled(deployed: Deployed):
+    runs = [deployed.created() for _ in range(4)]
+    assert [deployed.asks(run) for run in runs[:1]] == ["Pending"]
+    waiting = [runs[2], runs[1]]
+    assert [deployed.asks(run) for run in waiting] == ["AwaitingConcurrencySlot"] * 2
+    for ends, next_one, others in ((runs[0], runs[1], runs[2:]), (runs[1], runs[2], runs[3:]), (runs[2], runs[3], [])):
+        deployed.client.set_flow_run_state(ends.id, Completed())
+        assert [deployed.asks(run) for run in others] == ["AwaitingConcurrencySlot"] * len(others)
+        assert deployed.places() == 0
+        assert deployed.asks(next_one) == "Pending"
+
+
+def test_a_run_waits_for_no_earlier_one_while_there_are_slots_for_both_or_that_one_comes_later(deployed: Deployed):
+    deployed.client.upsert_global_concurrency_limit_by_name(f"deployment:{deployed.id}", 2)
+    first, second, third = (deployed.created() for _ in range(3))
+    assert [deployed.asks(second), deployed.asks(third)] == ["Pending", "AwaitingConcurrencySlot"]
+    later = datetime.now(UTC) + timedelta(hours=1)
+    deployed.client.set_flow_run_state(first.id, Scheduled(scheduled_time=later), force=True)
+    assert deployed.asks(third) == "Pending"
 
 
 def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):

@@ -15,6 +15,7 @@ import pytest
 from operated import running, wait_until
 from places import PROJECT
 
+from flows import supervisor
 from flows.supervisor import GRACE, TAIL_LINES, ChildFailed, ChildTimedOut, run_child, run_in_background
 
 
@@ -184,6 +185,12 @@ def test_nothing_is_left_of_a_child_whose_flow_forked_and_died(mark: str):
     a_flow(0.3, "fork", mark).wait()
     wait_until(lambda: len(alive(mark)) <= 1, 2.5)  # the forked copy of the flow, while it sleeps
     wait_until(lambda: not alive(mark), 10)
+
+
+def test_a_supervisor_whose_flow_has_ended_before_it_listens_starts_no_child(tmp_path: Path):
+    program = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getppid()), "1"]
+    subprocess.run([*program, "touch", tmp_path / "started"], stdin=subprocess.DEVNULL, check=True)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_child_of_the_main_thread_has_a_session_of_its_own_no_input_and_the_variables_it_was_given():

@@ -123,6 +123,22 @@ class Case:
         return torch.from_numpy(self.arrays[name])
 
 
+def check_switches(found: dict, known: dict, name: str = "config") -> None:
+    """Raise ValueError if a switch, or its value, is not one that our model is built for.
+
+    Args:
+        known: by switch the values that are compared, `...` if no number of a case depends on it, or a section's own.
+    """
+    for key, value in found.items():
+        values = known.get(key, ())
+        if isinstance(values, dict):
+            for section in value if isinstance(value, list) else [value]:
+                check_switches(section, values, f"{name}.{key}")
+        elif values is not ... and value not in values:
+            only = f"compared are only {' and '.join(map(repr, values))}" if values else "no such switch is known"
+            raise ValueError(f"{name}.{key} is {value!r}: {only}. Teach tests.parity what it does, or remove the case")
+
+
 # --- weights and gradients --------------------------------------------------------------------------------------------
 
 

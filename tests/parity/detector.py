@@ -21,11 +21,11 @@ from PIL import Image
 from torch import Tensor
 
 from detectors.detect import to_stored_pixels
-from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, HeadOutputs, cell_anchors, grid_anchors
-from detectors.preprocess import decode_bgr, resize, to_input
-from detectors.resnet import ResNetConfig
+from detectors.faster_rcnn import STRIDE, FasterRCNN, FasterRCNNConfig, HeadOutputs, cell_anchors, grid_anchors
+from detectors.preprocess import PIXEL_MEAN_BGR, decode_bgr, resize, to_input
+from detectors.resnet import BATCH_NORM_EPS, ResNetConfig
 from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
-from tests.parity.cases import Row, apart, not_run, standard_normal
+from tests.parity.cases import Row, apart, check_switches, not_run, standard_normal
 
 TOLERANCE = 1e-4  # of the largest value of a tensor
 HALF_TOLERANCE = 1e-3  # of one that is stored as float16; integers must be equal
@@ -36,12 +36,6 @@ SAME_BOX = 0.99  # IoU
 DETECTION_SCORE, DETECTION_NMS, DETECTIONS = 0.2, 0.6, 100  # detectron2's inference, for det_*
 BOXES_AT_ONCE = 16  # in res5: bounds the memory
 
-# What it says in words of a network like ours; of these there is one value only.
-_WORDS = {
-    "pooler": "RoIPool 14x14 scale 1/16",
-    "res5": "stride 1, conv2 dilation 2 padding 2",
-    "stem_pool": "3x3 stride 2 pad 0 ceil_mode",
-}
 Stored = dict[str, np.ndarray]
 
 
@@ -151,7 +145,9 @@ class Stages:
         overlaps = find_overlaps(self.feed("proposals_orig").numpy(), SelectionSettings(plus_one=plus_one))
         return torch.from_numpy(surviving_confidence(overlaps, self.probabilities.numpy()))
 
-    def selected(self, rule: re.Match) -> Tensor:
+    def selected(self, rule: re.Match | None) -> Tensor:
+        if rule is None:
+            raise ValueError(f"no rule of selection has this name; known are those of {_SELECTION.pattern}")
         caffe, threshold, strict, minimum, maximum = rule.groups()
         settings = SelectionSettings(
             int(minimum), int(maximum), float(threshold), strict=strict == "strict", plus_one=bool(caffe)
@@ -205,14 +201,27 @@ _SELECTION = re.compile(r"sel_(caffe_(?:origspace_)?)?thr([0-9.]+)(?:_(strict|ge
 
 def read_config(metadata: dict) -> FasterRCNNConfig:
     """Return the network that a meta.json describes. Raises ValueError if it describes one of another kind."""
-    for key, ours in _WORDS.items():
-        if metadata.get(key, ours) != ours:
-            raise ValueError(f"meta.json: {key} is {metadata[key]!r}, our network's is {ours!r}")
     shapes, rpn = metadata["shapes"], metadata["rpn"]
     stages = ("backbone.res2", "backbone.res3", "backbone.res4", "roi_heads.res5")
     found = [[re.match(rf"{re.escape(stage)}\.(\d+)\.", name) for name in shapes] for stage in stages]
     blocks = tuple(1 + max(int(match[1]) for match in matches if match) for matches in found)
     head = "roi_heads.box_predictor"
+    any_value = ("source", "salt", "seed_rule", "rules", "shapes", "checks", "images", "min_size", "max_size")
+    any_rpn = dict.fromkeys(("pre_nms", "post_nms", "nms", "sizes", "ratios", "hidden"), ...)
+    known = {
+        **dict.fromkeys((*any_value, "num_classes", "num_attrs", "box_reg_weights"), ...),
+        "rpn": any_rpn | {"stride": (STRIDE,), "offset": (0,), "min_box": (0,)},
+        "depth": (2 + 3 * sum(blocks),),
+        "background_index": (metadata["num_classes"],),
+        "attr_none_index": (metadata["num_attrs"],),
+        "pixel_mean_bgr": ([*PIXEL_MEAN_BGR],),
+        "pixel_std": ([1, 1, 1],),
+        "pooler": ("RoIPool 14x14 scale 1/16",),
+        "res5": ("stride 1, conv2 dilation 2 padding 2",),
+        "stem_pool": ("3x3 stride 2 pad 0 ceil_mode",),
+        "bn_eps": (BATCH_NORM_EPS,),
+    }
+    check_switches(metadata, known, "meta.json")
     return FasterRCNNConfig(
         resnet=ResNetConfig(blocks, width=shapes["backbone.stem.conv1.weight"][0]),
         num_classes=metadata["num_classes"],
@@ -244,6 +253,7 @@ def regenerated(metadata: dict) -> dict[str, Tensor]:
 def _drawn(metadata: dict, name: str, shape: tuple[int, ...]) -> Tensor:
     draw = standard_normal(metadata.get("salt", "") + name, 0, shape)
     kind, offset, gain = next(rule for pattern, *rule in metadata["rules"] if re.search(pattern, name))
+    check_switches({"kind": kind}, {"kind": ("fan", "lin", "abs")}, f"meta.json: rule of {name}")
     scale = 1 / math.sqrt(math.prod(shape[1:])) if kind == "fan" else 1.0
     draw = np.abs(draw) if kind == "abs" else draw
     return torch.from_numpy(np.asarray(offset + gain * scale * draw, np.float32))
@@ -273,7 +283,7 @@ def prepared(network: FasterRCNN, plain: bool) -> FasterRCNN:
 def compare_image(network: FasterRCNN, stored: Stored, case: str) -> Iterator[Row]:
     """Yield a row for each array that is stored."""
     ours = Stages(network, stored)
-    rules = {name: rule for name in stored if (rule := _SELECTION.fullmatch(name))}
+    rules = {name: _SELECTION.fullmatch(name) for name in stored if name.startswith("sel_")}
     for name in [name for name in (*STAGES, *rules) if name in stored]:
         try:
             made, theirs = ours.selected(rules[name]) if name in rules else STAGES[name](ours), stored[name]

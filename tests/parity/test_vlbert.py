@@ -16,7 +16,7 @@ from torch import nn
 from detectors.resnet import ResNetConfig
 from tests.parity.cases import Found, find_cases
 from tests.parity.vlbert import report, run
-from tests.parity.vlbert_cases import VLBertCase
+from tests.parity.vlbert_cases import VLBertCase, pretraining_batch
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, ImageInput, TextInput, collate
 from vlbert.data.images import resized_size
@@ -84,6 +84,34 @@ def test_regions_are_cut_from_the_map_as_published(components: dict):
     network.appearance([maps], batch)
     order = torch.argsort(rois[:, 0], stable=True)
     np.testing.assert_allclose(seen[0].numpy(), components["roi_align/out"][order], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("masks_pixels", [True, False])
+def test_what_the_network_is_fed_is_the_image_of_the_case(masks_pixels: bool):
+    """Noise stands under a region that is masked by its pixels, and nowhere else where the image is zero."""
+    image = np.random.default_rng(0).normal(0, 40, (1, 3, 24, 32)).astype(np.float32)
+    image[:, :, 16:, 12:] = 0  # no region is masked there
+    image[:, :, 4:13, 3:10] = 0
+    boxes = [[0, 0, 31, 23], [3.7, 4.2, 9.1, 12.9], [11, 14, 30, 22], [-2, -2, -2, -2]]
+    means = [102.9801, 115.9465, 122.7717]
+    arrays = {
+        "in/image": image,
+        "in/boxes": np.array([boxes], np.float32),
+        "in/im_info": np.array([[32, 24, 1, 1, 0]], np.float32),
+        "in/text": np.array([[101, 102]]),
+        "in/mlm_labels": np.array([[-1, -1]]),
+        "in/mvrc_ops": np.array([[0, 1, 0, 0]]),
+        "in/mvrc_labels": np.zeros((1, 4, 1601), np.float32),
+    }
+    switches = {"PIXEL_MEANS": means, "MASK_RAW_PIXELS": masks_pixels}
+    case = VLBertCase("case", {"config": {"NETWORK": switches}}, arrays)
+    batch = pretraining_batch(case, Pretraining(PretrainingSettings(), WORDS, num_classes=1600))
+    resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=8, stem_pool="torch")
+    masking = "pixels" if masks_pixels else "features"
+    (fed,) = FastRCNN(RegionConfig(resnet=resnet, random_init=True, masking=masking)).network_input(batch)
+    np.testing.assert_allclose(fed.numpy(), image, rtol=0, atol=1e-4)
+    under = batch.pixels[0][0, :, 4:13, 3:10].flip(0) - torch.tensor(means)[:, None, None]
+    assert (float(under.abs().amax(dim=0).min()) > 1) == masks_pixels
 
 
 def test_images_are_resized_to_the_published_sizes(components: dict):

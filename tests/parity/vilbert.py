@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.cases import Case, Row, apart, gradients_apart, not_run, relative, weights
+from tests.parity.cases import Case, Row, apart, check_switches, gradients_apart, not_run, relative, weights
 from vlbert.checkpoint import load_model
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.boxes import box_iou_with_borders
@@ -55,16 +55,58 @@ def load(case: Case, task: str) -> tuple[PublishedViLBert, VLBert, nn.Module]:
     if "J" not in case.metadata["layers"]:
         heads += [config["v_num_attention_heads"], config["bi_num_attention_heads"]]
     token = case.metadata.get("task_id") if config.get("task_specific_tokens") else None
-    hints = Hints(tuple(heads), None if case.metadata["kind"] == "pretrain" else task, token)
+    fusion = "sum" if config.get("fusion_method") == "sum" and len(heads) > 1 else "mul"
+    hints = Hints(tuple(heads), None if case.metadata["kind"] == "pretrain" else task, token, fusion)
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     what = PublishedViLBert.from_shapes(shapes, hints)
     layers = case.metadata["layers"]
     if [sorted(part) for part in layers.split("X")] != [sorted(part) for part in what.model.layers.split("X")]:
         raise ValueError(f"layers are {layers}, and published models with these tensors have {what.model.layers}")
+    check_switches(config, switches(what))
     tensors, _ = convert(theirs, what, case.name)
     model = nn.ModuleDict({"vlbert": VLBert(what.model, what.vocab_size), "head": what.head()}).eval()
     load_model(model, tensors, case.name)
     return what, model["vlbert"], model["head"]
+
+
+def switches(what: PublishedViLBert) -> dict:
+    """Return the switches of a configuration of theirs under which this model computes what theirs does."""
+    model, regions, coattention = what.model, what.model.regions_stream, what.model.coattention
+    text, pairs = model.layers.count("T") + model.layers.count("J"), model.layers.count("X")
+    unread = (
+        "hidden_dropout_prob attention_probs_dropout_prob v_hidden_dropout_prob v_attention_probs_dropout_prob "
+        "initializer_range v_initializer_range bi_intermediate_size bi_attention_type pooling_method num_negative"
+    )
+    off = ("fixed_t_layer", "fixed_v_layer", "in_batch_pairs", "fast_mode", "dynamic_attention", "visualization")
+    return {
+        "vocab_size": (what.vocab_size,),
+        "hidden_size": (model.hidden_size,),
+        "num_hidden_layers": (text,),
+        "num_attention_heads": (model.num_heads,),
+        "intermediate_size": (model.intermediate_size,),
+        "max_position_embeddings": (model.max_positions,),
+        "type_vocab_size": (2,),
+        "hidden_act": ("gelu",),
+        "v_feature_size": (model.regions.channels,),
+        "v_target_size": (what.num_classes + 1,),
+        "v_hidden_size": (regions.hidden_size,),
+        "v_num_hidden_layers": (pairs,),
+        "v_num_attention_heads": (regions.num_heads,),
+        "v_intermediate_size": (regions.intermediate_size,),
+        "v_hidden_act": ("gelu",),
+        "bi_hidden_size": (coattention.hidden_size,),
+        "bi_num_attention_heads": (coattention.num_heads,),
+        "v_biattention_id": ([*range(pairs)],),
+        "t_biattention_id": ([*range(text - pairs, text)],),
+        "fusion_method": ("sum",) if model.pooler == "sum" else ("mul",),
+        "objective": (0, 1),
+        "visual_target": (0,),
+        "task_specific_tokens": (model.task_token is not None,),
+        "model": ("bert",),
+        "with_coattention": (True,),
+        **dict.fromkeys(off, (False,)),
+        **dict.fromkeys(unread.split(), ...),  # of training, or read by nothing of theirs
+    }
 
 
 # --- the inputs -------------------------------------------------------------------------------------------------------
@@ -145,6 +187,8 @@ class Ours:
 
 def compare(case: Case) -> dict[str, float]:
     """Return the largest difference of states, logits, losses and gradients."""
+    of_case = {key: case.metadata[key] for key in ("kind", "program")}
+    check_switches(of_case, {"kind": tuple(TASKS), "program": ("paper", "multi_task")}, case.name)
     tasks = TASKS[case.metadata["kind"]]
     loaded = {task: load(case, task) for task in tasks}
     what, vlbert, head = loaded[tasks[0]]

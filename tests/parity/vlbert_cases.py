@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.parity.cases import Case
+from tests.parity.cases import Case, check_switches
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import Expression
 from vlbert.published.checkpoints import Hints
 from vlbert.published.vlbert import PublishedVLBert
 from vlbert.tasks.base import Task
-from vlbert.tasks.pretraining import Pretraining
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO
 from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vqa import VQA
@@ -52,7 +52,108 @@ def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedV
         loss = "sigmoid" if network["CLASSIFIER_SIGMOID"] else "softmax"
         region_loss = task.region_loss if network["ENABLE_CNN_REG_LOSS"] else "none"
         task = dataclasses.replace(task, loss=loss, region_loss=region_loss)
-    return dataclasses.replace(what, model=dataclasses.replace(what.model, regions=regions), task=task)
+    described = dataclasses.replace(what, model=dataclasses.replace(what.model, regions=regions), task=task)
+    check_switches(case.metadata["config"], switches(described))
+    return described
+
+
+def switches(what: PublishedVLBert) -> dict[str, Any]:
+    """Return the switches of a configuration of theirs under which this model computes what theirs does."""
+    model, regions, task, either = what.model, what.model.regions, what.task, (True, False)
+    end_to_end, pretraining = regions.features == "end_to_end", isinstance(task, PretrainingSettings)
+    region_loss = task.region_loss if isinstance(task, VCRSettings) else "none"
+    classifier = {"linear": ("1fc",), "two_layers": ("2fc",), "words": ("mlm",)}.get(getattr(task, "classifier", ""))
+    core = {
+        "hidden_size": (model.hidden_size,),
+        "visual_size": (model.visual_embedding_size or model.hidden_size,),
+        "num_hidden_layers": (len(model.layers),),
+        "num_attention_heads": (model.num_heads,),
+        "intermediate_size": (model.intermediate_size,),
+        "max_position_embeddings": (model.max_positions,),
+        "vocab_size": (what.vocab_size,),
+        "type_vocab_size": (3,),
+        "visual_region_classes": (1601,),
+        "object_word_embed_mode": (1 if model.region_classes else 2,),
+        "with_pooler": either,  # a pooler that is not read has no place in our model
+        "hidden_act": ("gelu",),
+        "visual_ln": (True,),
+        "obj_pos_id_relative": (True,),
+        "position_padding_idx": (-1,),
+        "word_embedding_frozen": (False,),
+        "pos_embedding_frozen": (False,),
+        "input_size": (1280,),
+        "input_transform_type": (1,),
+        **_unread("hidden_dropout_prob attention_probs_dropout_prob"),
+        **_unread("from_scratch initializer_range visual_scale_text_init visual_scale_object_init"),
+    }
+    off = ("BLIND", "NO_GROUNDING", "NO_OBJ_ATTENTION", "IMAGE_SEMANTIC", "OUTPUT_CONV5", "QA_ONE_SENT", "ANSWER_FIRST")
+    off += ("BERT_FROZEN", "BERT_WITH_NSP_LOSS", "BERT_WITH_MLM_LOSS", "FOR_MASK_VL_MODELING_PRETRAIN")
+    network = {
+        "VLBERT": core,
+        **dict.fromkeys(off, (False,)),
+        "IMAGE_FEAT_PRECOMPUTED": (not end_to_end,),
+        "IMAGE_NUM_LAYERS": (2 + 3 * sum(regions.resnet.blocks),) if end_to_end else ...,
+        "IMAGE_C5_DILATED": either,
+        "IMAGE_STRIDE_IN_1x1": either,
+        "IMAGE_FROZEN_BN": either,
+        "IMAGE_FROZEN_BACKBONE_STAGES": ([*range(1, regions.frozen_stages + 1)],),
+        "IMAGE_FINAL_DIM": core["visual_size"],
+        "PIXEL_MEANS": ([*regions.pixel_mean],),
+        "PIXEL_STDS": ([regions.pixel_std] * 3,),
+        "MASK_RAW_PIXELS": (regions.masking == "pixels",) if pretraining and end_to_end else either,
+        "WITH_REL_LOSS": (pretraining and task.relationship,),
+        "WITH_MLM_LOSS": either,
+        "WITH_MVRC_LOSS": either,
+        "MLM_LOSS_NORM_IN_BATCH_FIRST": either,
+        "MVRC_LOSS_NORM_IN_BATCH_FIRST": either,
+        "ENABLE_CNN_REG_LOSS": (region_loss != "none",),
+        "CNN_LOSS_TOP": either if region_loss == "none" else (region_loss == "contextual",),
+        "CNN_LOSS_WEIGHT": (1,),
+        "ANS_LOSS_WEIGHT": (1,),
+        "ANS_LOSS_TYPE": ("bce",),
+        "CLASSIFIER_TYPE": classifier or ("1fc", "2fc", "mlm"),
+        "CLASSIFIER_HIDDEN_SIZE": (task.classifier_width,) if classifier == ("2fc",) else ...,
+        "CLASSIFIER_SIGMOID": (isinstance(task, VCRSettings) and task.loss == "sigmoid",),
+        "CLASSIFIER_SIGMOID_LOSS_POSITIVE_WEIGHT": (1,),
+        "BERT_ALIGN_QUESTION": (True,),
+        "BERT_ALIGN_ANSWER": (True,),
+        "BERT_USE_LAYER": (-2,),
+        "REPLACE_OBJECT_CHANGE_LABEL": (True,),
+        **_unread("CLASSIFIER_DROPOUT CNN_REG_DROPOUT CLASSIFIER_PRETRAINED LOAD_REL_HEAD PARTIAL_PRETRAIN"),
+        **_unread(
+            "PARTIAL_PRETRAIN_PREFIX_CHANGES PARTIAL_PRETRAIN_SEGMB_INIT IMAGE_PRETRAINED IMAGE_PRETRAINED_EPOCH"
+        ),
+        **_unread("BERT_MODEL_NAME BERT_PRETRAINED BERT_PRETRAINED_EPOCH"),
+    }
+    modules = ("", "ForPretraining", "ForPretrainingMultitask")
+    return _OUTSIDE | {"NETWORK": network, "MODULE": tuple(f"ResNetVLBERT{kind}" for kind in modules)}
+
+
+def _unread(names: str) -> dict[str, Any]:
+    """Return the switches of what a case has done already: its start, its reading, and its training."""
+    return dict.fromkeys(names.split(), ...)
+
+
+_TRAINING = _unread(
+    "LR_MULT VISUAL_SCALE_TEXT_LR_MULT VISUAL_SCALE_OBJECT_LR_MULT VISUAL_SCALE_CLIP_GRAD_NORM SHUFFLE FLIP_PROB "
+    "BATCH_IMAGES ASPECT_GROUPING RESUME AUTO_RESUME BEGIN_EPOCH END_EPOCH TEST_EPOCH OPTIMIZER CLIP_GRAD_NORM "
+    "GRAD_ACCUMULATE_STEPS LR LR_SCHEDULE LR_FACTOR LR_STEP WARMUP WARMUP_METHOD WARMUP_FACTOR WARMUP_STEPS WD "
+    "MOMENTUM FP16 FP16_LOSS_SCALE LOSS_LOGGERS"
+)
+_DATA = _unread(
+    "DATASET APPEND_INDEX DATASET_PATH ROOT_PATH TRAIN_IMAGE_SET VAL_IMAGE_SET TEST_IMAGE_SET ZIP_MODE CACHE_MODE "
+    "IGNORE_DB_CACHE MASK_SIZE ANSWER_VOCAB_FILE ANSWER_VOCAB_SIZE LABEL_INDEX_IN_BATCH TASK TRAIN_ANNOTATION_FILE "
+    "VAL_ANNOTATION_FILE TEST_ANNOTATION_FILE ONLY_USE_RELEVANT_DETS QA2R_NOQ QA2R_AUG SEQ_LEN MIN_SEQ_LEN TRAIN_BOXES "
+    "VAL_BOXES TEST_BOXES PROPOSAL_SOURCE USE_IMDB BOXES"
+)
+_OUTSIDE = {
+    "DATASET": _DATA | {"ADD_IMAGE_AS_A_BOX": (True,), "BASIC_ALIGN": (False,)},
+    "TRAIN": _TRAINING,
+    "VAL": _TRAINING,
+    "TEST": _TRAINING,
+    **_unread("RNG_SEED OUTPUT_PATH GPUS LOG_FREQUENT VAL_FREQUENT CHECKPOINT_FREQUENT MODEL_PREFIX SCALES"),
+    **_unread("NUM_WORKERS_PER_GPU"),
+}
 
 
 def vocabulary(size: int) -> Vocabulary:
@@ -84,12 +185,16 @@ def stored_pixels(case: VLBertCase, row: int, height: int, width: int) -> Tensor
     """Return an image before it was normalised, as far as a case tells: float [3, height, width], RGB of 0 to 255.
 
     Theirs are B, G, R less their mean, and zero where a masked region hid them: there stands noise, which the network
-    must not see.
+    must not see. A zero that no masked region explains is the image's own.
     """
     image = case.tensor("in/image")[row, :, :height, :width]
+    hidden = torch.zeros(height, width, dtype=torch.bool)
+    if "in/mvrc_ops" in case.arrays and case.network.get("MASK_RAW_PIXELS", True):
+        for x1, y1, x2, y2 in case.tensor("in/boxes")[row, case.tensor("in/mvrc_ops")[row] == 1, :4].int().tolist():
+            hidden[y1 : y2 + 1, x1 : x2 + 1] = True
     noise = np.random.default_rng(row).uniform(0, 255, image.shape).astype(np.float32)
     pixels = image + torch.tensor(case.network["PIXEL_MEANS"])[:, None, None]
-    return torch.where((image == 0).all(dim=0), torch.from_numpy(noise), pixels).flip(0)
+    return torch.where(hidden & (image == 0).all(dim=0), torch.from_numpy(noise), pixels).flip(0)
 
 
 def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:

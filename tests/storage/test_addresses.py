@@ -135,7 +135,8 @@ def test_every_connection_is_checked_by_open_socket(web: Web, monkeypatch: pytes
         )
         async with fetcher:
             with pytest.raises(Refused) as refused:
-                await fetcher.fetch(url)
+                async with fetcher.hosts.slot("") as slot:
+                    await fetcher.fetch(url, slot)
         return refused.value.status
 
     resolve(monkeypatch, "127.0.0.1")
@@ -152,7 +153,8 @@ def test_a_look_up_that_failed_for_now_is_transient_and_an_unknown_name_is_not(c
     async def work() -> Refused:
         async with Fetcher(DownloadSettings(retries=2)) as fetcher:
             with pytest.raises(Refused) as refused:
-                await fetcher.fetch("http://name.example/a.jpg")
+                async with fetcher.hosts.slot("") as slot:
+                    await fetcher.fetch("http://name.example/a.jpg", slot)
         return refused.value
 
     refused = asyncio.run(work())

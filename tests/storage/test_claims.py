@@ -1,14 +1,19 @@
 """Claims on shards: one worker each, in a folder and in a bucket; workers that die; files that are no claims."""
 
 import os
+import re
+import signal
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
+from places import PROJECT
 
 from storage import claims as module
 from storage.claims import EXPIRY, Claims
-from storage.object_store import LocalStore, ObjectStore, StorageUnreachable
+from storage.object_store import LocalStore, ObjectStore, StorageUnreachable, open_store
 
 SHARDS = [f"{number:05}" for number in range(6)]
 FIRST = "captions/images/claims/00000.txt"
@@ -142,3 +147,84 @@ def test_each_shard_is_made_once_by_two_that_take_turns_and_the_last_waits_for_t
     assert list(ours) == list(theirs) == []
     assert sorted(made) == SHARDS
     assert list(catalog.store.list()) == []
+
+
+HOLDER = """
+import os, sys, time
+from storage.claims import Claims
+from storage.object_store import open_store
+claims = Claims(open_store(sys.argv[1]), "captions/images")
+loader = os.fork()  # as processes that load data, which end some seconds after a killed training
+if loader:
+    print(claims.take(["00000"]), loader, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_claim_of_a_killed_process_is_free_at_once_on_its_machine_and_after_a_while_on_another(catalog):
+    store, command = catalog.store, [sys.executable, "-c", HOLDER, catalog.store.root]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            taken, loader = holder.stdout.readline().split()
+            assert (taken, claims_of(store).take(["00000"])) == ("00000", None)
+        finally:
+            holder.kill()
+    left = store.get(FIRST)
+    store.put(FIRST, left.replace(module._MACHINE.encode(), b"of-another"))
+    assert claims_of(store).take(["00000"]) is None
+    store.put(FIRST, left)
+    heirs = [claims_of(store) for _ in range(3)]
+    assert sorted(str(heir.take(["00000"])) for heir in heirs) == ["00000", "None", "None"]
+    os.kill(int(loader), signal.SIGKILL)
+
+
+def test_who_waits_for_a_claim_gets_it_when_it_is_released_and_hears_of_its_holder_when_it_is_renewed(
+    catalog, monkeypatch
+):
+    said: list[str] = []
+    held, waits = claims_of(catalog.store), claims_of(catalog.store)
+    assert held.take(["00000"]) == "00000"
+    threading.Timer(0.3, held.release, ["00000"]).start()
+    assert waits.take_or_wait("00000", said.append) == ""
+    monkeypatch.setattr(module, "RENEWAL", 0.3)
+    holder = f"process {os.getpid()} on "
+    with waits:
+        assert held.take_or_wait("00000", said.append).startswith(holder)
+    assert [line.partition(holder)[1] for line in said] == [holder] * 2, "one line each"
+    assert held.take_or_wait("00000", said.append) == ""
+
+
+def test_a_holder_that_was_taken_over_notices_it_and_disturbs_its_heir_by_no_renewal(tmp_path):
+    store = open_store(str(tmp_path / "root"))
+    asleep, heir = claims_of(store), claims_of(store)
+    asleep.take(["00000"])
+    asleep.check("00000")
+    os.utime(store.local_path(FIRST), (time.time() - EXPIRY - 60,) * 2)
+    assert heir.take(["00000"]) == "00000"
+    asleep.renew()
+    heir.check("00000")
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(store.uri(FIRST))} was .*taken over .*process {os.getpid()} on "
+    ):
+        asleep.check("00000")
+    (tmp_path / "root").rename(tmp_path / "moved")
+    with pytest.raises(StorageUnreachable, match=f"^cannot read the folder {tmp_path}/root"):
+        heir.check("00000")
+    (tmp_path / "moved").rename(tmp_path / "root")
+    store.delete(FIRST)
+    heir.renew()
+    with pytest.raises(ValueError, match="was removed"):
+        heir.check("00000")
+
+
+def refuse(*_: object) -> None:
+    raise StorageUnreachable("away")
+
+
+def test_a_worker_that_ends_because_the_storage_is_away_does_not_wait_for_it_and_may_begin_anew_at_once(tmp_path):
+    store = LocalStore(str(tmp_path))
+    claims = claims_of(store)
+    with pytest.raises(StorageUnreachable), claims:
+        refuse(claims.take(["00000"]))
+    assert store.exists(FIRST)
+    assert claims_of(store).take(["00000"]) == "00000"

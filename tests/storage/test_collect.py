@@ -1,6 +1,7 @@
 """A caption list or a folder of images becomes committed shards: without Prefect."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -25,7 +26,7 @@ from storage.collect.fetch import DownloadSettings
 from storage.collect.normalise import ImageSettings
 from storage.collect.plan import CollectSettings, Part, plan, prepare_rows
 from storage.collect.rows import CaptionRow
-from storage.collect.run import Group, NothingStored, OnCommit, check_network, collect, collect_group, main
+from storage.collect.run import Group, OnCommit, check_network, collect, collect_group, main
 from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.verify import verify
@@ -243,7 +244,7 @@ def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(web: 
     web.put("/waits.jpg", send(encode(draw())))
     lines = [f"a\t/waits/{i}" for i in range(4)]
     settings = functools.partial(served, web, file, shards_per_task=1)
-    with pytest.raises(NothingStored, match=r"4 http_404"):
+    with pytest.raises(ValueError, match=r"4 http_404"):
         quietly(root, settings(*lines))
     assert of(root).shards(IMAGES) == []
     lines.append("e\t/waits.jpg")
@@ -382,6 +383,42 @@ def test_a_collection_that_is_ended_goes_on_and_only_a_kill_leaves_a_claim(numbe
     count = len(web.requests)
     assert quietly(local.store.uri(), settings).new_shards == 1
     assert sorted(path for _, path, _ in web.requests[count:]) == ["/kill/2.jpg", "/kill/slow.jpg"]
+
+
+def test_the_time_left_counts_what_hangs(web: Web, local: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Beside 60 URLs that took no time, two take three seconds, and three more in the second pass."""
+    image = encode(draw())
+    monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0.5)
+    lines = [f"caption\t{web.put(f'/left/{i}.jpg', silent(9) if i % 30 == 9 else send(image))}" for i in range(60)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=60)
+    settings = dataclasses.replace(settings, download=settings_for(web, deadline=6.0, retries=1))
+    reports = []
+    collect(local.store.uri(), settings, reports.append)
+    left = [int(seconds) for seconds in re.findall(r"58 of 60 rows: 58 ok;.*, 0:0(\d) left", "\n".join(reports))]
+    assert len(left) > 6
+    assert sorted(left)[len(left) // 2] >= 3
+    assert max(left) <= 6
+
+
+def test_a_collection_that_stood_still_asks_again_and_blames_no_server(web: Web, local: Catalog, tmp_path: Path):
+    """It is stopped for longer than a URL's deadline, as with a virtual machine that is paused, in its only pass."""
+    answer = raw(b"", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", encode(draw()), pause=0.3)
+    lines = [f"caption {i}\t{web.put(f'/still/{i}.jpg', answer)}" for i in range(60)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=60)
+    command = [*command_of(web, local.store.uri(), settings), "--download.deadline=3", "--download.retries=0"]
+    running = subprocess.Popen(command, cwd=PROJECT)
+    try:
+        for count in (5, 40):
+            while len(web.requests) < count:
+                assert running.poll() is None
+                time.sleep(0.01)
+            running.send_signal(signal.SIGSTOP)
+            time.sleep(4)
+            running.send_signal(signal.SIGCONT)
+        assert running.wait(60) == 0
+    finally:
+        running.kill()
+    assert local.counts(IMAGES) == {"ok": 60}
 
 
 LIST = {"name": "x", "captions": "a.tsv"}

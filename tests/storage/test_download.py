@@ -1,5 +1,6 @@
 """Rows against real servers that misbehave: a status for every row, within its deadline."""
 
+import asyncio
 import gzip
 import importlib.metadata
 import socket
@@ -79,6 +80,58 @@ def test_every_answer_ends_in_its_status(answered: dict[str, CaptionRow], name: 
     assert bool(result.detail) == (result.status != "ok")
     assert result.status != "ok" or result.image.jpeg == JPEG
     result.detail.encode()  # no lone surrogates: it goes into a Parquet file
+
+
+def headed(*headers: bytes, body: bytes = b"", status: bytes = b"200 OK") -> Answer:
+    return raw(b"\r\n".join([b"HTTP/1.1 " + status, *headers, b"", body]))
+
+
+TAGS, ROBOTS = b"X-Robots-Tag: " + b"a," * 4000, b"User-agent: *\nDisallow: /"
+# What would keep the event loop from all other URLs for 30 to 300 ms, of images and of robots.txt.
+BLOCKING: dict[str, Answer] = {
+    "a large body": send(bytes(20_000_000)),
+    "chunks of one byte": headed(b"Transfer-Encoding: chunked", body=b"1\r\nx\r\n" * 300_000 + b"0\r\n\r\n"),
+    "a gzip bomb": send(gzip.compress(bytes(200_000_000)), Content_Encoding="gzip"),
+    "directives": headed(*30 * [TAGS]),
+    "a name of dots": headed(b"Location: http://" + b"a." * 4000, status=b"302 Found"),
+    "noise": raw(bytes(range(256)) * 4000),
+    "a long reason": headed(status=b"503 " + b"http://a:b@c/?token=d " * 350),
+}
+BLOCKING_ROBOTS = {
+    "percent signs": ROBOTS + b"%" * 500_000,
+    "escapes": ROBOTS + b"%41" * 160_000 + b"\n",
+    "lines of escapes": b"User-agent: *\n" + b"".join(b"Disallow: /%d%%%%%%%%%%%%%%%%\n" % i for i in range(9_000)),
+    "bytes that are no text": ROBOTS + b"\xff" * 499_000 + b"\n",
+    "wildcards": b"User-agent: *\n" + b"Disallow: /*ab$\n" * 4900,
+    "empty lines": b"\r" * 500_000,
+}
+
+
+@pytest.mark.parametrize("name", [*BLOCKING, *BLOCKING_ROBOTS])
+def test_no_answer_keeps_the_event_loop_from_others(name: str, web: Web, monkeypatch: pytest.MonkeyPatch):
+    """Seconds of the processor, of the loop's thread alone, of its longest callback: under 0.02 where this was written.
+
+    The shortest of three, because of caches and of memory that another process wants.
+    """
+    longest, run = 0.0, asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        nonlocal longest
+        begin = time.thread_time()
+        run(handle)
+        longest = max(longest, time.thread_time() - begin)
+
+    results([web.url("/none")], settings_for(web))  # which imports modules
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    web.put("/robots.txt", send(BLOCKING_ROBOTS.get(name, b"")))
+    url = web.put("/" + 7000 * "a" + ".jpg", BLOCKING.get(name, send(JPEG)))
+    tries = []
+    for _ in range(3):
+        longest = 0.0
+        results([url], settings_for(web, deadline=20))
+        tries.append(longest)
+    del web.pages["/robots.txt"]
+    assert min(tries) < 0.04
 
 
 def test_what_cannot_be_connected_to_says_why(web: Web):

@@ -13,6 +13,7 @@ from simulated import Answer, Simulated, downloaded
 
 from storage.collect.fetch import DownloadSettings
 from storage.collect.hosts import Hosts
+from storage.collect.statuses import Refused, Status
 
 
 @pytest.mark.parametrize("ticks", range(5))
@@ -37,6 +38,26 @@ def test_hosts_take_turns_and_a_cancelled_url_takes_no_slot_along(ticks: int):
     asyncio.run(asyncio.wait_for(work(), 5))
     assert order.index("c") < 6
     assert Counter(order)["b"] == 6
+
+
+def test_failures_and_refusals_count_once_for_what_was_in_flight_together():
+    async def work() -> None:
+        hosts, refused = Hosts(at_once=64), Refused(Status("http_429"), "")
+        host, now = hosts.host("a"), asyncio.get_running_loop().time()
+        hosts.record_end("a", "/", now, 0.1)
+        for _ in range(8):
+            hosts.record_end("a", "/", now, 0.1, refused)
+        assert host.limit == 4
+        hosts.record_end("a", "/", asyncio.get_running_loop().time(), 0.1, refused)
+        assert host.limit == 2
+        for _ in range(9):  # it has answered since they began
+            hosts.record_end("a", "/", now, None, Refused(Status.TIMEOUT, ""))
+        assert not hosts.is_silent("a")
+        for _ in range(2):
+            hosts.record_end("a", "/", asyncio.get_running_loop().time(), None, Refused(Status.TIMEOUT, ""))
+        assert hosts.is_silent("a")
+
+    asyncio.run(work())
 
 
 def dealt(urls: list[str], shards: int) -> list[list[str]]:
@@ -148,6 +169,80 @@ def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_
     assert away.seconds < 60  # not 10 s for each eight
 
 
+def mixed(parts: int, recovers: bool, wait: str) -> tuple[list[str], Callable[..., Answer], Counter[str]]:
+    """4,000 good URLs of one host among 1,090 that hang or are refused, and the statuses they should get; or a part.
+
+    Those refused with 429 or 503 are served when they are asked again, or never.
+    """
+    wanted = Counter(ok=4000, timeout=50, http_404=400, http_429=320, http_503=320)
+    wanted = Counter({status: count // parts for status, count in wanted.items()})
+    kinds = list(wanted.elements())
+    random.Random(0).shuffle(kinds)
+    asked = Counter()
+
+    def serve(url: yarl.URL, *_: object) -> Answer:
+        kind = kinds[int(url.name)]
+        asked[url.name] += 1
+        if kind == "timeout":
+            return Answer(None)
+        if kind == "ok" or (recovers and asked[url.name] > 1 and kind in ("http_429", "http_503")):
+            return Answer(0.003)
+        return Answer(0.003, int(kind[5:]), headers={"Retry-After": wait} if kind == "http_429" else {})
+
+    if recovers:
+        wanted["ok"] += wanted.pop("http_429") + wanted.pop("http_503")
+    return urls_of(*range(len(kinds))), serve, wanted
+
+
+@pytest.mark.parametrize(
+    ("parts", "recovers", "wait", "bound"),
+    [(1, False, "1", 60), (5, False, "20", 60), (5, False, "soon", 40), (5, True, "1", 60)],
+)
+def test_bad_urls_of_a_host_hold_up_none_of_its_good_ones(parts: int, recovers: bool, wait: str, bound: float):
+    """20 s of it are those of a URL that hangs in both passes. One URL after another, all took 600 s, a fifth 140 s."""
+    urls, serve, wanted = mixed(parts, recovers, wait)
+    done = collected(urls, serve, 5)
+    assert done.statuses == wanted
+    assert done.seconds < bound
+
+
+@pytest.mark.parametrize("wait", ["", "1", "3"])
+@pytest.mark.parametrize("rate", [2, 5, 20])
+def test_a_host_that_serves_so_many_a_second_loses_no_url_and_is_not_pressed(rate: int, wait: str):
+    """With a token bucket, as nginx, Apache and the CDNs have one."""
+    tokens, last = float(rate), 0.0
+
+    def serve(_: yarl.URL, now: float, __: int) -> Answer:
+        nonlocal tokens, last
+        tokens, last = min(rate, tokens + (now - last) * rate), now
+        tokens -= (served := tokens >= 1)
+        return Answer(0.05, 200 if served else 429, headers={} if served or not wait else {"Retry-After": wait})
+
+    done = collected(urls_of(*range(400)), serve, 5)
+    assert done.statuses == {"ok": 400}
+    assert done.seconds < 3 * 400 / rate
+    assert done.network.counts.total() < (1000 if wait != "3" else 4000)
+
+
+@pytest.mark.parametrize("stalls", [[2.0], [0.05, 12.0, 30.0]], ids=str)
+@pytest.mark.parametrize("second_pass", [False, True])
+def test_time_in_which_this_process_did_not_run_is_charged_to_no_url(stalls: list[float], second_pass: bool):
+    """It stops for 25 s at such times. What was sent meanwhile is lost, as with a server whose own patience is less."""
+    left = [10.0 + stall if second_pass else stall for stall in stalls]
+
+    def serve(url: yarl.URL, now: float, _: int) -> Answer:
+        if left and now >= left[0]:
+            left.pop(0)
+            asyncio.get_running_loop().pass_time(25)
+            return Answer(None)
+        hangs = second_pass and now < 9 and int(url.name) % 2
+        return Answer(None if hangs else 0.05 + 0.2 * (int(url.name) % 10))
+
+    done = collected(urls_of(*range(200)), serve, 2)
+    assert done.statuses == {"ok": 200}
+    assert not left
+
+
 def test_a_fast_host_is_downloaded_at_its_pace_and_an_overloaded_one_is_not_pressed():
     urls = urls_of(*range(800))
     fast = collected(urls, lambda url, *_: Answer(0.2 if int(url.name) % 100 else None), 2, retries=0)
@@ -168,6 +263,30 @@ def test_a_fast_host_is_downloaded_at_its_pace_and_an_overloaded_one_is_not_pres
 
     assert collected(urls, at_most_20, 2).statuses == {"ok": 400}
     assert refusals < 50
+
+
+def test_after_a_moment_of_overload_a_host_is_soon_at_its_pace_again():
+    late = []
+
+    def serve(_: yarl.URL, now: float, in_flight: int) -> Answer:
+        late.extend([in_flight] if 4.6 < now < 5 else [])
+        return Answer(0.1, 503 if 3 < now < 3.3 else 200)
+
+    assert collected(urls_of(*range(3000)), serve).statuses == {"ok": 3000}
+    assert max(late) > 50  # by one a round it would be at 48
+
+
+def test_the_lag_of_a_busy_process_is_not_the_host_s():
+    late = []
+
+    def serve(_: yarl.URL, now: float, in_flight: int) -> Answer:
+        late.append(in_flight)
+        if len(late) > 1000:
+            asyncio.get_running_loop().pass_time(0.02)
+        return Answer(0.1)
+
+    assert collected(urls_of(*range(3000)), serve).statuses == {"ok": 3000}
+    assert max(late[-500:]) > 50
 
 
 def test_a_host_that_slows_down_gets_fewer_urls_at_once():
@@ -213,6 +332,13 @@ def test_a_transient_failure_is_requested_once_more_when_all_others_are_done(tra
         assert [url for url, _ in done.network.requests] == [*at_once * urls[:1], *urls[1:], urls[0]]
 
 
+def test_urls_that_hang_give_up_their_places_even_if_no_other_url_ends():
+    urls = urls_of("first", *(f"hangs/{i}" for i in range(8)), *range(100))
+    done = collected(urls, by_url(hangs=Answer(None)), retries=0)
+    assert done.statuses == {"ok": 101, "timeout": 8}
+    assert done.network.requests[-1][1] < 5  # not after the 10 s in which they hang
+
+
 NOT_NUMBERS = ("\u00b2", "Fri, 31 Dec 2100 23:59:59 GMT")
 
 
@@ -220,9 +346,9 @@ def test_a_failure_is_retried_so_often_and_a_timeout_not_at_once():
     (url,) = urls_of("a")
     for answers, retries, status, count in (
         ([Answer(None)], 0, "timeout", 1),
-        ([Answer(status=503)], 2, "http_503", 4),
-        ([Answer(status=503), Answer(status=502)], 1, "http_502", 3),  # the last failure counts
-        ([Answer(None), Answer(status=503), Answer()], 2, "http_503", 2),
+        ([Answer(status=503)], 2, "http_503", 5),
+        ([Answer(status=503), Answer(status=502)], 1, "http_502", 4),  # the last failure counts
+        ([Answer(None), Answer(status=503), Answer()], 2, "ok", 3),
         ([Answer(refused=True)], 2, "connect", 3),  # after two, its host is silent
         ([Answer(status=503, headers={"Retry-After": "31"}), Answer()], 2, "http_503", 1),
         *(([Answer(status=503, headers={"Retry-After": text}), Answer()], 2, "ok", 2) for text in NOT_NUMBERS),

@@ -4,6 +4,8 @@ import functools
 import gzip
 import json
 import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import members
 import pytest
+from PIL import Image
 from web import draw, encode
 
 from storage.catalog import Catalog
@@ -202,3 +205,27 @@ def test_tars_that_change_while_they_are_imported_are_an_error(tmp_path: Path):
     with pytest.raises(ValueError, match="tars was changed while it was collected. Shard 00001 was not committed"):
         collect(str(tmp_path / "root"), settings, lambda line: None, change)
     assert Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES) == ["00000"]
+
+
+LIMITED = """
+import resource, sys
+from storage.collect.run import main
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 600 * 2**20,) * 2)
+main(sys.argv[1:])
+"""
+
+
+def test_a_lack_of_memory_stops_an_import_with_one_line(tmp_path: Path):
+    """Each of eight images takes 143 MB, and there are 600 MiB left."""
+    image = encode(Image.new("RGB", (8000, 6000)), "PNG", compress_level=1)
+    for number in range(8):
+        (tmp_path / f"{number}.png").write_bytes(image)
+    lines = [f"a thing\t{number}.png\n" for number in range(8)]
+    (tmp_path / "list.tsv").write_text("".join(lines))
+    arguments = ["root", "big", "--captions=list.tsv", f"--images={tmp_path}", "--download.decode_threads=8"]
+    command = [sys.executable, "-c", LIMITED, *arguments]
+    program = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (program.returncode, program.stderr.count("\n")) == (1, 1), program.stderr
+    assert str(tmp_path) in program.stderr
+    assert "raise `ulimit -v`" in program.stderr

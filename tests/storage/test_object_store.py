@@ -1,5 +1,6 @@
 """storage.object_store: what holds of a folder and of a bucket, S3 over real HTTP."""
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -116,17 +117,54 @@ def test_a_fork_uses_connections_of_its_own(s3, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, place):
     (tmp_path / "file").write_bytes(b"")
     root = place.format(folder=tmp_path)
-    with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: .* Make it writable"):
+    with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: .* Make it writable") as refused:
         open_store(root)
+    assert refused.value.lasts
+
+
+def test_a_disk_that_is_full_may_be_free_later_and_a_path_that_is_a_folder_may_not(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path))
+    (tmp_path / "folder/below").mkdir(parents=True)
+    with pytest.raises(StorageUnreachable, match="cannot write or remove .*/folder: .*Free disk space") as lasting:
+        store.put("folder", b"")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageUnreachable, match="No space left") as passing:
+        store.put("a", b"")
+    assert (lasting.value.lasts, passing.value.lasts) == (True, False)
+
+
+def test_a_root_that_was_moved_away_is_not_made_anew_and_goes_on_when_it_is_back(tmp_path):
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    store = open_store(str(root))
+    store.put("run/step/a", b"1")
+    root.rename(moved)
+    for path in ("b", "run/step/a", "run/new/a"):
+        for if_absent in (False, True):
+            with pytest.raises(StorageUnreachable, match=f"{root}/{path}.* root {root} was moved .*put") as gone:
+                store.put(path, b"2", if_absent=if_absent)
+            assert gone.value.lasts
+    store.delete("run/step/a")
+    store.now()
+    with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: "):
+        open_store(str(root))  # as the next stage of the same process does
+    assert not root.exists()
+    moved.rename(root)
+    assert store.get("run/step/a") == b"1"
+    open_store(str(root)).put("run/new/a", b"2")
+    assert store.get("run/new/a") == b"2"
 
 
 def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
     store = open_store(str(tmp_path / "root"))
-    for path in ("run/step/a", "run/step/b", "run/kept", "top"):
+    for path in ("run/step/a", "run/step/b", "run/kept", "top", "other/run/claims/a"):
         store.put(path, b"")
     store.delete("run/step/a")
     assert (tmp_path / "root/run/step/b").exists()
-    for path in ("run/step/b", "run/step/b", "top"):
+    for path in ("run/step/b", "run/step/b", "top", "other/run/claims/a"):
         store.delete(path)
     assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
 
@@ -196,12 +234,16 @@ def test_invalid_roots_are_refused(root):
 
 
 def test_an_unreachable_bucket_is_named_within_seconds(s3):
-    with pytest.raises(StorageUnreachable, match=f"s3://absent/x/ at {s3} .*that the bucket exists"):
+    with pytest.raises(StorageUnreachable, match=f"s3://absent/x/ at {s3} .*that the bucket exists") as refused:
         open_store("s3://absent/x")
+    assert refused.value.lasts
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         closed = f"127.0.0.1:{unused.getsockname()[1]}"
-        for endpoint, named in ((f"http://me:s3cr3t@{closed}", f"http://{closed}"), ("no-url", "no-url")):
+        for endpoint, named, lasts in (
+            (f"http://me:s3cr3t@{closed}", f"http://{closed}", False),
+            ("no-url", "no-url", True),
+        ):
             started = time.monotonic()
             with (
                 environment(AWS_ENDPOINT_URL=endpoint),
@@ -209,6 +251,7 @@ def test_an_unreachable_bucket_is_named_within_seconds(s3):
             ):
                 open_store("s3://bucket/x")
             assert "s3cr3t" not in str(refused.value)
+            assert refused.value.lasts is lasts
             assert time.monotonic() - started < 20
 
 

@@ -4,6 +4,7 @@ import codecs
 import os
 import pickle
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def test_a_hostile_file_is_refused_by_what_it_names_and_does_not_run(name: str, 
     assert not mark.exists()
     pickle.loads(pickle.dumps([payload]))  # it is hostile: an ordinary reader runs it
     assert mark.exists()
+
+
+def test_a_damaged_index_allocates_nothing():
+    tracemalloc.start()
+    assert read_pickle(b"\x80\x04Nr\xff\xff\xff\0.") is None  # None, stored as object 2**24 - 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
 
 
 def test_a_pickle_can_neither_bring_pointers_in_arrays_nor_change_the_reader():

@@ -131,6 +131,22 @@ def test_what_could_not_be_written_at_the_end_is_named_and_storage_is_tried_for_
     assert checkpoints(writer.store, "r") == []
 
 
+def test_nothing_is_written_any_more_once_another_process_writes(tmp_path):
+    writer = Writer(open_store(str(tmp_path)))
+    writer.put("runs/r/heartbeat.json", b"ours")
+    writer.finish()
+
+    def check() -> None:
+        raise ValueError("taken over")
+
+    writer.check = check
+    for path in ("runs/r/heartbeat.json", "runs/r/metrics.jsonl"):
+        writer.put(path, b"late")
+        with pytest.raises(ValueError, match="taken over"):
+            writer.finish()
+    assert [path.read_bytes() for path in (tmp_path / "runs/r").iterdir()] == [b"ours"]
+
+
 @pytest.mark.parametrize("call", [lambda w: w.put("a", b""), lambda w: write(w, 2), Writer.finish])
 def test_another_error_comes_out_of_the_next_call_once_and_costs_nothing_behind_it(tmp_path, call: Callable):
     behind = threading.Event()

@@ -34,7 +34,7 @@ from vlbert.train import train
 
 
 def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
-    return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, loss, norm, 0.0, False)
+    return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, losses, loss, norm, 0.0, False)
 
 
 def test_a_spike_is_measured_against_the_last_hundred_steps_taken():

@@ -1,5 +1,7 @@
 """Updates and learning rates beside the authors' figures, and by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,7 @@ def test_the_fast_rcnn_learns_at_its_own_rate_and_what_is_frozen_not_at_all():
 
 
 AS_VILBERT = {"bert_adam": False, "bias_correction": False, "max_grad_norm": 1.0, "clip_each": True}
+AS_VILBERT |= {"zero_update": "first"}
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
@@ -90,18 +93,45 @@ def test_vilberts_optimizer_clips_each_tensor_and_corrects_no_bias(schedule: str
         norm = clip_gradients(model, config)
         assert float(norm) == pytest.approx(float(gradient.norm()), rel=1e-5)
         set_learning_rate(optimizer, step, int(total), config)
-        for group in optimizer.param_groups:  # theirs begins with an update of rate 0; ours with the one behind it
-            ours = learning_rate_factor(step + 1, int(total) + 1, config)
-            group["weight_decay"] *= group["lr"] and 1.0
-            group["lr"] *= factors[step] / ours
         optimizer.step()
         found = torch.cat([model.first, model.second]).detach().numpy()
         np.testing.assert_allclose(found, after, rtol=2e-6, atol=2e-7)
 
 
+def test_one_update_of_the_schedule_may_have_rate_zero():
+    """Against the reference: k/W, then (T - k)/(T - W), with k from 0 or from 1; the default has one more update."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    for warmup, total in ((0, 7), (3, 20), (10, 100), (6_445, 64_450)):
+        steps = np.unique(np.linspace(0, total - 1, 50, dtype=int))
+        for zero_update, first, end in (("none", 1, total + 1), ("first", 0, total), ("last", 1, total)):
+            config = OptimizerConfig(kind="sgd", warmup_steps=warmup, zero_update=zero_update, learning_rate=1.0)
+            (optimizer.param_groups[0]["peak"], optimizer.param_groups[0]["decay"]), found = (1.0, 0.0), []
+            for step in steps:
+                set_learning_rate(optimizer, int(step), total, config)
+                found.append(optimizer.param_groups[0]["lr"])
+            k = steps + first
+            expected = np.where(k < warmup, k / max(1, warmup), (end - k) / (end - warmup))
+            np.testing.assert_allclose(found, expected, rtol=1e-12)
+            assert (found[0] == 0, found[-1] == 0) == (zero_update == "first" and warmup > 0, zero_update == "last")
+
+
+@pytest.mark.parametrize("zero_update", ["none", "first"])
+def test_the_rate_falls_behind_the_same_update_whichever_is_zero(zero_update: str):
+    config = OptimizerConfig(kind="sgd", learning_rate=1.0, schedule="step", decay_at=(12, 16), warmup_steps=2)
+    config = dataclasses.replace(config, zero_update=zero_update)
+    model = nn.Linear(1, 1)
+    optimizer, found = make_optimizer(model, config), []
+    for step in range(20):
+        set_learning_rate(optimizer, step, 20, config)
+        found.append(optimizer.param_groups[0]["lr"])
+    warmup = [0.0, 0.5, 1.0] if zero_update == "first" else [0.5, 1.0, 1.0]
+    assert found == pytest.approx([*warmup, *[1.0] * 9, *[0.1] * 4, *[0.01] * 4])
+
+
 def test_weight_decay_is_of_all_of_matrices_or_of_vectors():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    for decayed, shapes in {"all": {1, 2}, "matrices": {2}, "vectors": {1}}.items():
+    model.gain = nn.Parameter(torch.ones(()))  # neither a bias nor a LayerNorm
+    for decayed, shapes in {"all": {0, 1, 2}, "matrices": {0, 2}, "vectors": {1}}.items():
         optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.01, decayed=decayed))
         found = {p.dim() for group in optimizer.param_groups for p in group["params"] if group["decay"]}
         assert found == shapes

@@ -39,6 +39,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training import distributed
 from training.program import run_in_world
 from training.stopping import Stop
 
@@ -52,7 +53,8 @@ def work(world):
             model(torch.randn(4, 200)).sum().backward()
             time.sleep(0.01)
 
-run_in_world("rank.py", work, timedelta(seconds=float(sys.argv[2])))
+distributed.TIME_LIMIT = timedelta(seconds=float(sys.argv[2]))
+run_in_world("rank.py", work)
 """
 
 

@@ -98,6 +98,7 @@ VILBERT = {
     "older names": Released(lambda: older(vilbert_state(pairs=2, dtype=half)), "PretrainingSettings", plain),
     "encoder alone": Released(encoder_alone, None, plain),
     "VQA": vilbert(VQA, "VQASettings", NO_HINTS, "cls", "vil_logit", *LAST),
+    "VQA, summed": vilbert(VQA, "VQASettings", Hints(fusion_method="sum"), "cls", "vil_logit", *LAST),
     "VCR": vilbert(ONE_LABEL, "VCRSettings", Hints(task="vcr"), "cls", "vil_prediction", *LAST),
     "RefCOCO+": vilbert(
         ONE_LABEL,
@@ -156,6 +157,7 @@ def test_a_file_becomes_a_model_and_comes_back_bit_for_bit(converted, tmp_path, 
     assert {key.split(".")[0] for key in used} == {*FILES[name].kept}
     assert kept - used == {key for key in state if key.endswith(NOTHING_USES)}
     assert saved.config.get("task") == FILES[name].task
+    assert name not in VILBERT or saved.model_config.pooler == ("sum" if "summed" in name else "product")
     assert saved.vocabulary.tokens == WORDS.tokens
     if FILES[name].task:
         load_task_model(open_checkpoint(str(folder)))  # the task's own head takes the rest

@@ -29,6 +29,7 @@ from transformers.utils.generic import find_labels
 from vlbert import hf
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.data.boxes import box_location
 from vlbert.hf.cards import model_card
 from vlbert.hf.inputs import from_batch, to_batch
 from vlbert.predict import Predictor, Ranker
@@ -267,6 +268,10 @@ def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
     np.testing.assert_array_equal(inputs["visual_embeds"][0, 1:].numpy(), features)
     np.testing.assert_allclose(inputs["visual_embeds"][0, 0].numpy(), features.astype(np.float32).mean(0), atol=1e-6)
     assert inputs["image_sizes"].tolist() == [[64, 96]]
+    large = {"image_sizes": (640, 960), "boxes": [[0, 0, 960, 640], [96, 160, 480, 320]]}  # 0.4 by 0.25
+    batch = to_batch(**processor(text="a square", visual_embeds=features, **large))
+    locations = box_location(batch.boxes[0], batch.image_sizes)
+    assert torch.equal(locations, torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [0.1, 0.25, 0.5, 0.5, 0.1]]))
     assert hf.VLBertModel(config)(**inputs).visual_last_hidden_state.shape == (1, 3, 48)
     processor.save_pretrained(tmp_path)  # without a detector
     again = hf.VLBertProcessor.from_pretrained(tmp_path)

@@ -48,10 +48,12 @@ def test_without_whole_words_tokens_are_chosen_alone():
     assert (words[:, 0] != words[:, 3]).any()
 
 
-def test_random_tokens_are_never_special():
-    masked_tokens, labelled = many(WordMasking(0.5, masked=0.0, random=1.0))
-    assert masked_tokens[labelled].min() >= len(SPECIALS)
-    assert len(np.unique(masked_tokens[labelled])) == 25
+def test_random_tokens_are_ordinary_ones_or_all():
+    for random_from, lowest in (("ordinary", len(SPECIALS)), ("all", 0)):
+        masked_tokens, labelled = many(WordMasking(0.5, masked=0.0, random=1.0, random_from=random_from))
+        found, counts = np.unique(masked_tokens[labelled], return_counts=True)
+        assert found.tolist() == list(range(lowest, len(WORDS)))
+        assert counts.min() > 0.9 * counts.mean()
 
 
 def test_regions_are_masked_in_their_share_and_the_whole_image_never():

@@ -34,6 +34,7 @@ def samples() -> list:
         ("plain", [1, 50 / 100, 0, 1 / 100], [False, False, True]),
         ("mattnet", [1, 50 / 100, 0, 0], [False, True, True]),  # a side of one pixel is none
         ("published", [1, 66 / 121, 0, 4 / 121], [False, True, True]),
+        ("vilbert", [1, 66 / 121, 0, 4 / 121], [False, False, True]),
     ],
 )
 def test_overlaps_of_known_boxes_and_whether_one_half_is_a_hit(convention, expected, hits):
@@ -262,6 +263,9 @@ def test_padding_never_wins_and_the_whole_image_only_where_it_competes(task, sam
     rows = predict(competing, batch, [[9.0, -5, -6, 99], [-8, -7, -5, -6]])
     assert [(row["region"], row["candidates"]) for row in rows] == [(-1, 3), (1, 4)]
     assert (rows[0]["answer"], rows[0]["box_xywh"]) == ("the whole image", [0, 0, 95, 63])
+    competing = changed(competing, iou="vilbert")
+    rows = predict(competing, [example(competing, samples[0], own)], [[0.0, -5, -6, 99]])
+    assert (rows[0]["answer"], rows[0]["box_xywh"]) == ("the whole image", [0, 0, 96, 64])
 
 
 def test_the_loss_is_over_candidates_alone(task, samples):

@@ -131,6 +131,7 @@ def test_a_task_token_stands_behind_cls_and_moves_no_word():
         ({"embedding": "visual_linguistic", "whole_image": "mean"}, "whole_image"),
         ({"task_token": TASK_TOKENS}, "task_token"),
         ({"whole_image": "none", "pooler": "product"}, "pooler"),
+        ({"whole_image": "none", "pooler": "sum"}, "pooler"),
     ],
 )
 def test_sizes_that_do_not_fit_the_layers_name_the_field(changes: dict[str, Any], field: str):

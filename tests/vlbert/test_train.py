@@ -1,19 +1,25 @@
 """The training program: one process and two, stopped and resumed, in a folder and a bucket, and its refusals."""
 
 import dataclasses
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
+from socket import gethostname
 
 import numpy as np
 import pytest
 import torch
+from places import PROJECT
 from programs import command_line, losses, torchrun
 from s3 import s3_server
 from safetensors.torch import load_file
 from tiny import TINY_MODEL, tiny_recipe, tiny_root
 
-from storage.object_store import open_store
+from storage.object_store import StorageUnreachable, open_store
 from storage.runs import checkpoints
 from storage.settings import override
 from training.distributed import ALONE
@@ -160,3 +166,71 @@ def test_bad_settings_end_the_program_before_it_begins(root):
         with pytest.raises(SystemExit, match=f"^vlbert train pretrain_vlbert: .*{named}"):
             main(command_line(root, "refused", more))
     assert not (root / "runs" / "refused").exists()
+
+
+def test_a_run_that_another_process_took_over_ends_and_saves_nothing_more(root):
+    store, claim, heir = open_store(str(root)), "runs/lost/claims/writer.txt", b"process 1 on another, , "
+
+    def observe(step: int, parts: object) -> None:
+        if step == 4:
+            store.put(claim, heir)
+
+    with pytest.raises(ValueError, match=f"{claim} was .*taken over .*process 1 on another.*start again to resume"):
+        train(tiny_recipe(root, run_name="lost"), ALONE, observe)
+    assert f"{checkpoints(store, 'lost')}".count("0000006") == 0
+    assert max((line[0] for line in losses(root, "lost")), default=0) < 6
+    assert store.get(claim) == heir
+    store.delete(claim)
+
+
+def test_a_root_that_is_not_there_is_named_and_not_made(tmp_path):
+    recipe = tiny_recipe(tmp_path / "absent")
+    with pytest.raises(StorageUnreachable, match=f"cannot read the folder {tmp_path}/absent: "):
+        train(recipe, ALONE)
+    assert finish_if_complete(recipe, 1) is None
+    assert not list(tmp_path.iterdir())
+
+
+# Trains the tiny recipe; in its fifth step it waits to be killed.
+WAITING = """
+import sys, time
+from pathlib import Path
+
+import storage.claims
+from tiny import tiny_recipe
+from training.distributed import ALONE
+from vlbert.train import train
+
+storage.claims.RENEWAL = 0.5  # in place of 20 s
+
+def observe(step, parts):
+    if step == 4:
+        print("waits", flush=True)
+        time.sleep(600)
+
+train(tiny_recipe(Path(sys.argv[1]), run_name="one writer"), ALONE, observe)
+"""
+
+
+def test_a_run_has_one_writer_and_goes_on_at_once_when_that_is_killed(root, six_steps, capsys):
+    command, path = [sys.executable, "-c", WAITING, str(root)], os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert "waits\n" in iter(first.stdout.readline, "")
+            second = torchrun(root, "one writer", 2)
+            assert second.returncode == 1, second.stderr
+            (line,) = [line for line in second.stderr.splitlines() if "one writer" in line]
+            assert line == (
+                f"vlbert train pretrain_vlbert: {root}/runs/one writer is trained by process {first.pid} on "
+                f"{gethostname()}; wait until it ends, stop it, or start another run: --run_name=NAME"
+            )
+        finally:
+            first.kill()
+    begun = time.monotonic()
+    run(root, "one writer")
+    printed = capsys.readouterr().out
+    assert "one writer resumes from" in printed
+    assert "waiting" not in printed
+    assert time.monotonic() - begun < 60, "a claim that is not renewed counts for two minutes"
+    assert losses(root, "one writer") == six_steps, "each step once"
+    assert not list((root / "runs" / "one writer").glob("claims/*"))

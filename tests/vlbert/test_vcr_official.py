@@ -115,17 +115,18 @@ def test_boxes_are_clipped_to_the_image_and_one_without_area_becomes_a_pixel(met
         assert read_scene(metadata).boxes.tolist() == [*found, *BOXES[2:]]
 
 
-def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(metadata):
+def test_an_object_in_two_parts_covers_both_and_one_without_polygons_no_cell(metadata):
     box = np.array([0.0, 0, 13, 13])  # inclusive: 14 x 14 pixels, a cell each
     left, right = (np.array([[x, 0], [x + 3, 0], [x + 3, 13], [x, 13]], float) for x in (0, 7))
     mask = instance_mask([left, right], box, 14)
     assert mask[0].tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
-    assert instance_mask([], box, 14).all()
     whole = np.array([[0, 0], [14, 0], [14, 14], [0, 14]], float)
     assert instance_mask([whole], box, 14).sum() == 13 * 13, "as scikit-image 0.16; 0.26 has 14 * 14"
     good = json.loads(metadata.read_text())
     metadata.write_text(json.dumps(good | {"segms": [[[]], [], *good["segms"][2:]]}))
-    assert [len(of) for of in read_scene(metadata).polygons] == [0, 0, 1, 1], "an empty polygon is none"
+    scene = read_scene(metadata)
+    assert [len(of) for of in scene.polygons] == [0, 0, 1, 1], "an empty polygon is none"
+    assert scene.masks(14).any(axis=(1, 2)).tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

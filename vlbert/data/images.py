@@ -28,6 +28,7 @@ class PreparedImage:
         flipped: whether the image is mirrored.
         pixels: uint8 [3, h, w], RGB; None with precomputed features.
         features: float32 [r, D], precomputed features of the regions; None if the model computes them from pixels.
+        exact: whether boxes are as stored, except for scale: not clipped, and mirrored without a pixel's width.
     """
 
     size: tuple[int, int]
@@ -36,10 +37,11 @@ class PreparedImage:
     flipped: bool
     pixels: Tensor | None = None
     features: np.ndarray | None = None
+    exact: bool = False
 
     def place(self, boxes: np.ndarray) -> np.ndarray:
-        """Convert boxes [n, 4] from stored to resized pixels, and clip them to the image. Return float32 [n, 4]."""
-        return _place(boxes, self.scale, self.flipped, *self.size)
+        """Convert boxes [n, 4] from stored to resized pixels, as those of the image. Return float32 [n, 4]."""
+        return _place(boxes, self.scale, self.flipped, *self.size, self.exact)
 
     def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
         """Return a copy with `boxes` added, [n, 4] in stored pixels. Raises ValueError with precomputed features."""
@@ -99,7 +101,8 @@ class PreparedImage:
 def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedImage:
     """Decode a sample's image, resize it (see `resized_size`), and mirror it if `flip` is True.
 
-    With precomputed features, only the boxes are transformed and no image is decoded. Raises ValueError, naming the
+    With precomputed features, only the boxes are transformed and no image is decoded; if they are exact
+    (ExactRegionConfig), the image keeps its size. Raises ValueError, naming the
     sample, if it has no regions, if its features are missing or of another size, or if its JPEG cannot be decoded.
     """
     regions = sample.require_regions()
@@ -111,6 +114,8 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
         pixels = _decode(sample)
         stored = (pixels.shape[2], pixels.shape[1])
     height, width = resized_size(*stored[::-1], config.short_side, config.long_side)
+    if config.exact_boxes and pixels is None:
+        width, height = stored
     if pixels is not None and (width, height) != stored:
         # Resizing uint8 is several times faster on a channels-last view.
         pixels = pixels[None].contiguous(memory_format=torch.channels_last)
@@ -119,9 +124,10 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
         pixels = pixels.flip(2)
     scale = (width / stored[0], height / stored[1])
     # As in the authors' code, the whole image is a box in stored pixels and transformed like the others.
-    whole_image = np.array([[0, 0, stored[0] - 1, stored[1] - 1]], np.float32)
-    boxes = _place(np.concatenate([whole_image, regions.boxes]), scale, flip, width, height)
-    return PreparedImage((width, height), boxes, scale, flip, pixels, features)
+    edge = 0 if config.exact_boxes else 1
+    whole_image = np.array([[0, 0, stored[0] - edge, stored[1] - edge]], np.float32)
+    boxes = _place(np.concatenate([whole_image, regions.boxes]), scale, flip, width, height, config.exact_boxes)
+    return PreparedImage((width, height), boxes, scale, flip, pixels, features, config.exact_boxes)
 
 
 def _read_features(key: str, features: np.ndarray | None, config: RegionConfig) -> np.ndarray:
@@ -161,8 +167,12 @@ def resized_size(height: int, width: int, short_side: int, long_side: int) -> tu
     return (short_side, other) if height <= width else (other, short_side)
 
 
-def _place(boxes: np.ndarray, scale: tuple[float, float], flip: bool, width: int, height: int) -> np.ndarray:
+def _place(
+    boxes: np.ndarray, scale: tuple[float, float], flip: bool, width: int, height: int, exact: bool
+) -> np.ndarray:
     placed = boxes * np.array([*scale, *scale], np.float32)
     if flip:
-        placed = flip_horizontally(placed, width)
+        placed = flip_horizontally(placed, width + exact)
+    if exact:
+        return placed.astype(np.float32)
     return np.clip(placed, 0, [width - 1, height - 1, width - 1, height - 1]).astype(np.float32)

@@ -1,9 +1,11 @@
 """Random masking of words and regions (paper 3.3)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from storage.settings import check_choices
 from vlbert.data.vocabulary import Vocabulary
 
 
@@ -15,8 +17,10 @@ class WordMasking:
     masked: float = 0.8  # share of the chosen words that become [MASK]
     random: float = 0.1  # share of the chosen words that become random tokens; the rest is unchanged
     whole_words: bool = True  # choose whole words instead of single tokens
+    random_from: Literal["ordinary", "all"] = "ordinary"  # random tokens; all: special tokens, too (ViLBERT's code)
 
     def __post_init__(self):
+        check_choices(self)
         _check_shares(self, self.probability, self.masked, self.random)
 
 
@@ -51,7 +55,8 @@ def mask_words(
     masked, replaced = rule.probability * rule.masked, rule.probability * (rule.masked + rule.random)
     changed[draws < masked] = vocabulary.mask
     randomized = (draws >= masked) & (draws < replaced)
-    changed[randomized] = rng.choice(vocabulary.ordinary, size=int(randomized.sum()))
+    among = vocabulary.ordinary if rule.random_from == "ordinary" else np.arange(len(vocabulary))
+    changed[randomized] = rng.choice(among, size=int(randomized.sum()))
     return changed, chosen
 
 

@@ -14,10 +14,11 @@ from vlbert.datasets.files import check_ids, check_unique, open_task_file, parse
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image as the data set ships it
-Convention = Literal["mattnet", "published", "plain"]
+Convention = Literal["mattnet", "published", "vilbert", "plain"]
 
-# The overlap measures of MAttNet's evaluation, VL-BERT's published code and plain geometry. They differ at the
-# threshold: if one box is half of the other, `published` gives a little more than 0.50, and `plain` counts a miss.
+# The overlap measures of MAttNet's evaluation, of VL-BERT's and ViLBERT's published code and of plain geometry. They
+# differ at the threshold: if one box is half of the other, `published` gives a little more than 0.50, and `plain`
+# counts a miss.
 CONVENTIONS = get_args(Convention)
 # Table 3 of the paper, % of expressions: track -> split -> text. The paper does not name its convention.
 REPORTED = {
@@ -54,12 +55,12 @@ Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> e
 def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequence[float]) -> np.ndarray:
     """Return the IoU of `box` with each of `boxes` [n, 4], float64 [n]. Boxes are x1 y1 x2 y2 in pixels.
 
-    plain: the width is x2 - x1. published: a box includes the pixels at x2 and y2, so the width is x2 - x1 + 1.
+    plain: the width is x2 - x1. published, vilbert: a box includes the pixels at x2 and y2: the width is x2 - x1 + 1.
     mattnet: as plain, but the IoU is 0 unless the intersection is more than one pixel wide and high.
     """
     boxes, box = np.asarray(boxes, np.float64).reshape(-1, 4), np.asarray(box, np.float64)
     low, high = np.maximum(boxes[:, :2], box[:2]), np.minimum(boxes[:, 2:], box[2:])
-    if convention == "published":
+    if convention in ("published", "vilbert"):
         common, sizes, size = high - low + 1, boxes[:, 2:] - boxes[:, :2] + 1, box[2:] - box[:2] + 1
     else:
         common, sizes, size = high - low, _sizes(boxes), _sizes(box)
@@ -72,8 +73,8 @@ def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequenc
 
 
 def is_hit(convention: Convention, overlap: np.ndarray | float) -> np.ndarray | bool:
-    """Return whether an overlap counts as a hit: at least 0.5 or, with the convention "plain", more than 0.5."""
-    return overlap > 0.5 if convention == "plain" else overlap >= 0.5
+    """Return whether an overlap counts as a hit: at least 0.5 or, with "plain" and "vilbert", more than 0.5."""
+    return overlap > 0.5 if convention in ("plain", "vilbert") else overlap >= 0.5
 
 
 def _sizes(boxes: np.ndarray) -> np.ndarray:

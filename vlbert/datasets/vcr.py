@@ -69,10 +69,12 @@ class Scene:
     names: list[str]  # class of each object
     classes: list[int]  # number of that class, from 1
     boxes: np.ndarray  # float [r, 4] x1 y1 x2 y2 in pixels, inside the image
-    polygons: list[list[np.ndarray]]  # polygons [corners, 2] of each object
+    polygons: list[list[np.ndarray]] | None  # polygons [corners, 2] of each object; None: objects fill their boxes
 
     def masks(self, side: int) -> np.ndarray:
         """Return the instance masks of all objects, float32 [r, side, side] (see `instance_mask`)."""
+        if self.polygons is None:
+            return np.ones((len(self.boxes), side, side), np.float32)
         masks = [instance_mask(*pair, side) for pair in zip(self.polygons, self.boxes, strict=True)]
         return np.array(masks, np.float32).reshape(-1, side, side)
 
@@ -80,13 +82,11 @@ class Scene:
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
     """Return a mask of the grid cells of a box that the object's polygons cover: float32 [side, side], 0 or 1.
 
-    Polygons are [corners, 2]. An object without polygons covers its whole box. Otherwise, the mask is the same as in
-    the published code, which used `polygon` of scikit-image 0.16. The box includes the pixels at x2 and y2. A cell is
-    covered if its upper left corner is covered, and polygon corners outside the grid are moved to its edge. The last
-    row and column are not covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 in version 0.26).
+    Polygons are [corners, 2]. The mask is the same as in the published code, which used `polygon` of scikit-image 0.16.
+    An object without polygons covers no cell. The box includes the pixels at x2 and y2. A cell is covered if its upper
+    left corner is covered, and polygon corners outside the grid are moved to its edge. The last row and column are not
+    covered: a polygon over the whole box covers 169 of 14 x 14 cells (196 in version 0.26).
     """
-    if not polygons:
-        return np.ones((side, side), np.float32)
     row, column = np.indices((side, side)).reshape(2, -1, 1)
     inside = np.zeros(side * side, bool)
     for polygon in polygons:  # a point is inside if a ray to its right meets an odd number of edges

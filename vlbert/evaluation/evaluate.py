@@ -24,11 +24,11 @@ import tyro
 
 from storage.object_store import ObjectStore, open_store
 from storage.programs import Flat, Positional
-from storage.settings import from_json, named_fields, override_values, parse, to_json
+from storage.settings import from_json, named_fields, override_values, parse, parse_known, to_json
 from training.checkpoint import MODEL
 from training.distributed import World, broadcast, gather_on_rank0
 from training.loading import EXPECTED
-from training.program import parse_recipe, run_in_world, split_recipe
+from training.program import find_recipe, run_in_world, split_recipe
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, restore_saved, vocabulary_of
 from vlbert.config import Recipe
 from vlbert.data.loading import ValidationData
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe_name, given = split_recipe(arguments, "vlbert evaluate", __doc__, RECIPES)
     name = f"vlbert evaluate {recipe_name}"
     try:
-        base, given = parse_recipe(recipe_name, given, RECIPES)
+        base, given = parse_known(find_recipe(recipe_name, RECIPES), given)
     except ValueError as error:
         sys.exit(f"{name}: {error}")
 

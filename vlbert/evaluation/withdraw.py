@@ -73,7 +73,7 @@ def revise_shards(store: ObjectStore) -> int:
 def list_sightings(store: ObjectStore, urls: frozenset[str]) -> list[str]:
     """Return lines of text: the checkpoints that have seen any of these URLs, and those for which this is unknown."""
     rows, unknown = [], []
-    for path in sorted(path for steps in Inventory(store).states.values() for path in steps.values()):
+    for path in Inventory(store).states:
         folder = path.removesuffix(f"/{STATE}")
         try:
             checkpoint = read_checkpoint(store, folder, tensors=False)

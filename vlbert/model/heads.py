@@ -17,16 +17,16 @@ class Pooler(nn.Module):
 
     Attributes:
         kind: pooling method, the value of ModelConfig.pooler.
-        size: width P of the vector. For "product", it is the width of co-attention; otherwise it is the text's width.
+        size: width P of the vector. For "product" and "sum", it is co-attention's; otherwise it is the text's.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, product = config.pooler, config.pooler == "product"
-        self.size = config.coattention.hidden_size if product else config.hidden_size
+        self.kind, fused = config.pooler, config.pooler in ("product", "sum")
+        self.size = config.coattention.hidden_size if fused else config.hidden_size
         self.dense = None if config.pooler == "none" else nn.Linear(config.hidden_size, self.size)
-        self.region_dense = nn.Linear(config.regions_stream.hidden_size, self.size) if product else None
-        self.dropout = nn.Dropout(config.dropout if product else 0.0)
+        self.region_dense = nn.Linear(config.regions_stream.hidden_size, self.size) if fused else None
+        self.dropout = nn.Dropout(config.dropout if fused else 0.0)
 
     def forward(self, text: Tensor, regions: Tensor) -> Tensor:
         """Pool text [N, T, C] and regions [N, R, C'] to vectors [N, P]."""
@@ -34,7 +34,8 @@ class Pooler(nn.Module):
             return text[:, 0]
         if self.region_dense is None:
             return self.dense(text[:, 0]).tanh()
-        return self.dropout(self.dense(text[:, 0]).relu() * self.region_dense(regions[:, 0]).relu())
+        pooled = self.dense(text[:, 0]).relu(), self.region_dense(regions[:, 0]).relu()
+        return self.dropout(pooled[0] * pooled[1] if self.kind == "product" else pooled[0] + pooled[1])
 
 
 class HeadTransform(nn.Module):

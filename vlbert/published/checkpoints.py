@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Hints:
     num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
     task: str | None = None  # of a fine-tuned ViLBERT: take the heads of vqa, vcr, refcoco, retrieval or pretraining
     task_token: int | None = None  # the task's row in the table of task tokens, if the file has one
+    fusion_method: Literal["mul", "sum"] = "mul"  # of a ViLBERT's two poolers, as in its configuration
 
 
 NO_HINTS = Hints()

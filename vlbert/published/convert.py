@@ -223,6 +223,7 @@ def convert_checkpoint(
     num_heads: tuple[int, ...] | None = None,
     task: Literal["pretraining", "vqa", "vcr", "refcoco", "retrieval"] | None = None,
     task_token: int | None = None,
+    fusion_method: Literal["mul", "sum"] = "mul",
 ) -> None:
     """Convert a published VL-BERT or ViLBERT checkpoint to a model folder of this project, or the reverse.
 
@@ -233,8 +234,9 @@ def convert_checkpoint(
         num_heads: number of attention heads, if not the published one; ViLBERT has three (text, regions, co-attention)
         task: task whose heads are converted, if the checkpoint is a fine-tuned ViLBERT
         task_token: the task's row in the table of task tokens, counted from 0, if the checkpoint is of 12-in-1
+        fusion_method: of a ViLBERT's two poolers, as in its configuration file
     """
-    hints = Hints(num_heads, task, task_token)
+    hints = Hints(num_heads, task, task_token, fusion_method)
     report = to_theirs(source, out) if source.is_dir() else to_ours(source, out, vocabulary, hints)
     kept = sum("kept" in entry for entry in report)
     print(f"{out}: {len(report)} tensors, {kept} of them without a counterpart here")

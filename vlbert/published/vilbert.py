@@ -159,7 +159,8 @@ class PublishedViLBert(Published):
         heads = (model.num_heads, model.regions_stream.num_heads, model.coattention.num_heads)
         name = next((name for name, kind in TASKS.items() if isinstance(self.task, kind)), None)
         fine_tuned = None if name == "pretraining" else name
-        return Hints(heads[:1] if "J" in model.layers else heads, fine_tuned, model.task_token)
+        fusion_method = "sum" if model.pooler == "sum" else "mul"
+        return Hints(heads[:1] if "J" in model.layers else heads, fine_tuned, model.task_token, fusion_method)
 
     @staticmethod
     def plain_name(key: str) -> str:
@@ -253,8 +254,10 @@ def _infer_model(shapes: Shapes, hints: Hints) -> ModelConfig:
             "region_hidden_size": region_size,
             "region_intermediate_size": matrix("bert.encoder.v_layer.0.intermediate.dense")[0],
             "coattention_size": sizes["co-attention"],
-            "pooler": "product",
+            "pooler": "sum" if hints.fusion_method == "sum" else "product",
         }
+    elif hints.fusion_method == "sum":
+        raise ValueError("it has one stream and one pooler: give no fusion_method")
     if hints.num_heads and len(hints.num_heads) != len(sizes):
         raise ValueError(f"num_heads needs one number for each of {', '.join(sizes)}; {len(hints.num_heads)} are given")
     if "bert.embeddings.task_embeddings.weight" not in shapes:

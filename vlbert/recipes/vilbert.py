@@ -42,11 +42,15 @@ OPTIMIZER = OptimizerConfig(
     bias_correction=False,
     max_grad_norm=1.0,
     clip_each=True,
+    zero_update="first",
+    # The authors' code tells vectors from matrices by their names, and does not recognise these LayerNorms.
+    as_matrices=("text.attention_norm.weight", "regions.attention_norm.weight", "classifier.norm.weight"),
 )
 
 REFCOCO = RefCOCOSettings(
     regions="detected",
     whole_image_competes=True,
+    iou="vilbert",
     target="iou",
     loss_over="rows",
     classifier="linear",
@@ -68,7 +72,7 @@ def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
     recipe = Recipe(
         name=name,
         task=PretrainingSettings(
-            words=WordMasking(whole_words=False),
+            words=WordMasking(whole_words=False, random_from="all"),
             max_elements=None,
             max_regions=36,
             caption_length=34,
@@ -98,6 +102,7 @@ def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
         "optimizer.bert_adam": True,
         "optimizer.max_grad_norm": None,
         "optimizer.clip_each": False,
+        "optimizer.zero_update": "last",
     }
     return override_values(recipe, changes)
 

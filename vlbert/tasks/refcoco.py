@@ -41,8 +41,8 @@ class RefCOCOSettings(TaskSettings):
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects in addition to the detections
     iou: Convention = "published"  # overlap measure, for targets and in accuracy_{iou}
     whole_image_competes: bool = False  # allow the whole image as an answer
-    # target of a candidate that overlaps the answer by more than half; binary: 1; iou: the overlap (ViLBERT's code).
-    # The target of other candidates is 0
+    # binary: the target of a candidate is 1 if its IoU with the answer is above 0.5 in the resized image, and else 0.
+    # iou: the IoU in the stored image if it is 0.5 or more, and else 0 (ViLBERT's code)
     target: Literal["binary", "iou"] = "binary"
     loss_over: Literal["regions", "rows"] = "regions"  # average the loss over all candidates, or its sums per row
     classifier: ClassifierKind = "regions"  # classifier of candidates; regions: with pre-training's region transform
@@ -132,11 +132,17 @@ class RefCOCO(Task):
         candidate[0] &= self.settings.whole_image_competes
         target = np.zeros(len(image.boxes), np.float32)
         if expression.box:
-            answer = image.place(np.array([expression.box]) * to_stored)[0]
-            iou = overlap(self.settings.iou, image.boxes, answer)
-            target = np.where(candidate & (iou > 0.5), iou if self.settings.target == "iou" else 1.0, 0.0)
+            answer = np.array([expression.box]) * to_stored
+            if self.settings.target == "iou":
+                stored = np.concatenate([[[0, 0, sample.width, sample.height]], regions * to_stored])
+                iou = overlap(self.settings.iou, stored, answer[0])
+                target = np.where(candidate & (iou >= 0.5), iou, 0.0)
+            else:
+                iou = overlap(self.settings.iou, image.boxes, image.place(answer)[0])
+                target = np.where(candidate & (iou > 0.5), 1.0, 0.0)
         text = "" if not valid else swap_sides(expression.text) if image.flipped else expression.text
-        boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, like boxes of the files
+        whole_image = [[0, 0, *(side - (self.settings.iou != "vilbert") for side in shipped)]]
+        boxes = np.concatenate([whole_image, regions])  # float64, like boxes of the files
         return Example(
             sample.key,
             self.text_input(self.vocabulary.encode(text)),

@@ -259,7 +259,7 @@ class VCRHead(nn.Module):
         self.region_classifier = nn.Linear(inputs, CLASSES) if settings.region_loss != "none" else None
         initialise_head(self, config)
         pair_size = config.hidden_size if self.pooler is None else self.pooler.size
-        has_dropout = self.pooler is not None and self.pooler.kind == "product"
+        has_dropout = self.pooler is not None and self.pooler.region_dense is not None
         dropout = 0.0 if has_dropout else config.dropout
         self.score = Classifier(config, 1, settings.classifier, dropout, settings.classifier_width, inputs=pair_size)
 

@@ -69,7 +69,7 @@ class Question:
             unknown = [i for i in mentioned([*context, *choices]) if i >= len(boxes)]
             if unknown:
                 raise ValueError(f"the text mentions region {unknown[0] + 1}; the image has {len(boxes)}, from 1")
-            return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), context, choices
+            return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, None), context, choices
         assert self.item.metadata is not None  # not from_user
         scene = read_scene(self.item.metadata)
         if item["objects"] != scene.names:
