@@ -152,7 +152,8 @@ class Fetcher:
                 return await self._attempt(url, end, second_pass, number > 1)
             except Refused as error:
                 pause = max(_pause(url, number), error.retry_after or 0.0)
-                more = error.status in _RETRIED and number <= retries and not self.hosts.is_silent(error.host)
+                in_vain = self.hosts.is_silent(error.host) or self.hosts.host(error.host).refuses_urls
+                more = error.status in _RETRIED and number <= retries and not in_vain
                 if not more or pause > _MAX_PAUSE or self.clock.time() + pause >= end:
                     raise
             await self.hosts.pause(slot, pause)
