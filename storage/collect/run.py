@@ -40,7 +40,7 @@ from storage.redact import display_url
 from storage.withdrawn import Withdrawn, read_withdrawn
 
 IMAGES = "images"
-SHARDS_AT_ONCE = 5  # shards of a group in parallel: while one waits for slow servers, the others continue
+SHARDS_AT_ONCE = 8  # shards of a group in parallel: while one waits for slow servers, the others continue
 # Fewer rows on fewer hosts may all be gone. With more, the cause is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS, _REPORTS = 10.0, 6  # seconds between two lines of progress, and lines from which the time left follows
