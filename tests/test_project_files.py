@@ -62,7 +62,7 @@ def test_the_files_of_measurements_that_pages_name_exist():
 
 
 def test_the_table_of_steps_is_what_its_files_hold():
-    """Of each line: seconds a step (median), pairs a second and GB kept for the backward pass."""
+    """Return seconds a step (median), pairs a second and GB kept for the backward pass, for each line."""
     lines = re.findall(
         r"^\|[^|]*\| (.*?) ?\| (\w[\w ]+) \| ([\d.]+) \| \W*([\d,]+)\W* \| ([\d.]+) \| \d+ \|$",
         (PROJECT / "docs" / "performance.md").read_text(),

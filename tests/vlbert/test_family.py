@@ -101,7 +101,7 @@ def test_a_word_that_names_a_region_carries_its_embedding(tmp_path):
 
 
 def five_numbers(boxes: np.ndarray, width: int, height: int) -> np.ndarray:
-    """As the reference tells them: float32, of the stored image, no pixel added."""
+    """Return the five numbers by the published formula: float32, of the stored image, no pixel added."""
     x1, y1, x2, y2 = boxes.astype(np.float32).T
     area = (x2 - x1) * (y2 - y1) / np.float32(width * height)
     return np.stack([x1 / width, y1 / height, x2 / width, y2 / height, area], axis=1)
@@ -117,7 +117,7 @@ def random_boxes(rng: np.random.Generator, count: int, width: int, height: int) 
 def read_locations(
     config: ModelConfig, task: Pretraining, samples: list[Sample], flip: bool = False
 ) -> list[np.ndarray]:
-    """What the layer of the location is given, by sample."""
+    """Return the input of the location layer, by sample."""
     rngs = [np.random.default_rng(number) for number in range(len(samples))]
     images = [prepare_image(sample, config.regions, flip) for sample in samples]
     batch = collate([task.example(*one, None, rng) for *one, rng in zip(samples, images, rngs, strict=True)])
