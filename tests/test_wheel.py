@@ -110,7 +110,8 @@ def test_prediction_and_training_need_no_extra(installed, tmp_path):
     save_model(tmp_path, "run", PretrainingSettings(max_elements=24), recorded(demo_detector()), model=STARTED)
     (detector,) = (installed.folder / "venv").rglob("demo/detector.safetensors")
     predict = ["vlbert", "predict", tmp_path / "runs" / "run", tmp_path / "photo.jpg", "a red [MASK]"]
-    done = installed.run(*predict, "--detector", detector)
+    predict += ["--detector", detector]
+    done = installed.run(*predict)
     assert (done.returncode, (tmp_path / "photo-answer.png").is_file()) == (0, True), done.stderr
     assert f"drawn: {tmp_path / 'photo-answer.png'}" in done.stdout
     refused = installed.run(*predict, "--attention")

@@ -243,7 +243,8 @@ class _GroupCollector:
                 try:
                     await run_all(claim_and_collect(part) for part in self.group.parts)
                 finally:
-                    reports.cancel()
+                    if not reports.cancel():
+                        reports.result()  # raises the error of `log`
 
     async def in_thread(self, function: Callable, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.files, function, *arguments)

@@ -400,6 +400,33 @@ def test_the_time_left_counts_what_hangs(web: Web, local: Catalog, tmp_path: Pat
     assert max(left) <= 6
 
 
+def test_an_error_of_the_log_ends_a_collection(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("storage.collect.run._REPORT_SECONDS", 0.1)
+    lines = [f"caption\t{web.put('/late.jpg', silent(9))}"]
+    settings = served(web, tmp_path / "list.tsv", *lines, download=settings_for(web, deadline=1, retries=0))
+
+    def log(line: str) -> None:
+        if "0 of 1 rows" in line:
+            raise BrokenPipeError("nobody reads the progress")
+
+    with pytest.raises(BrokenPipeError, match="nobody reads the progress"):
+        collect(str(tmp_path / "root"), settings, log)
+
+
+def test_a_shard_that_another_worker_committed_meanwhile_is_not_requested_again(web: Web, tmp_path: Path):
+    root, answer = str(tmp_path / "root"), in_turn(send(b"", 404), send(b"", 403), send(b"", 410))
+    lines = [f"caption\t{web.put('/seen.jpg', send(encode(draw())))}", f"caption\t{web.put('/both.jpg', answer)}"]
+    settings = functools.partial(served, web, tmp_path / "list.tsv", *lines)
+    quietly(root, settings())
+
+    def run_group(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
+        quietly(root, settings)
+        return collect_group(root, settings, group, on_commit)
+
+    quietly(root, settings(retry_statuses=("http_4xx",)), run_group)
+    assert (web.count_of("/both.jpg"), statuses(root)) == (2, ["ok", "http_403"])
+
+
 def test_a_collection_that_stood_still_asks_again_and_blames_no_server(web: Web, local: Catalog, tmp_path: Path):
     """It is stopped for longer than a URL's deadline, as with a virtual machine that is paused, in its only pass."""
     answer = raw(b"", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", encode(draw()), pause=0.3)
