@@ -97,9 +97,9 @@ class Downloader:
             host, few, retried[name] = hosts.host(name), len(later[name]) < _FEW, loop.time()
             async with host.probe if few else contextlib.nullcontext():  # wait for a probe by another shard
                 is_known = few and host.failed > retried[name]
-                if hosts.is_silent(name) and host.answered_url:
+                if hosts.is_silent(name) and not is_known and host.answered_url:
                     await self._outcome(host.answered_url, spool, second_pass)
-                elif hosts.is_silent(name) and not is_known:
+                if hosts.is_silent(name) and not is_known:
                     await run_all(request(url, later[name].pop(url)) for url in _spread([*later[name]]))
             if not hosts.is_silent(name):
                 urls = later.pop(name)

@@ -27,8 +27,8 @@ class Hosts:
 
     A host is silent after two failures in a row (timeouts or lost connections) without an answer to another URL. Its
     other URLs wait until the rest of their shard is done. Then the host is tested with one URL that it has answered
-    before or, if there is none, with up to three of the waiting URLs. If it answers, all waiting URLs are requested;
-    otherwise they end as HOST_TIMEOUT.
+    before, if there is one, and then with up to three of the waiting URLs. If it answers, all waiting URLs are
+    requested; otherwise they end as HOST_TIMEOUT.
 
     Each host has a limit on URLs in flight. A refusal (429, 503) or a slower round of answers halves it, once for all
     in flight; other rounds double it up to the last good limit, then add one. A URL that is overdue or waits for a

@@ -1,8 +1,10 @@
 """Rows against real servers that misbehave: a status for every row, within its deadline."""
 
 import asyncio
+import contextlib
 import gzip
 import importlib.metadata
+import random
 import socket
 import struct
 import subprocess
@@ -10,14 +12,17 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 from places import PROJECT
 from web import Answer, Web, draw, drip, encode, in_turn, raw, results, send, settings_for, silent, statuses
 
 from demo.serve import free_port
+from storage.catalog import Catalog
 from storage.collect.fetch import DownloadSettings
 from storage.collect.rows import CaptionRow
+from storage.object_store import open_store
 
 JPEG = encode(draw())
 
@@ -132,6 +137,34 @@ def test_no_answer_keeps_the_event_loop_from_others(name: str, web: Web, monkeyp
         tries.append(longest)
     del web.pages["/robots.txt"]
     assert min(tries) < 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "busy"), [(0, 0), (1, 2)])
+def test_a_hostile_web_costs_no_good_row_in_any_order(seed: int, busy: int, web: Web, tmp_path: Path):
+    """Half of 600 rows are good, on the host of all hostile answers and on one more; also beside busy processes."""
+    hostile = [answer for answer, status in ANSWERS.values() if status != "ok"] + [*BLOCKING.values()]
+    urls = [web.put(f"/hostile/{i}-{n}.jpg", answer) for i, answer in enumerate(hostile) for n in range(12)]
+    with contextlib.ExitStack() as stack:
+        hosts = [web, *(stack.enter_context(Web(f"127.0.0.{2 + i}")) for i in range(1 + len(BLOCKING_ROBOTS)))]
+        for host, robots in zip(hosts[2:], BLOCKING_ROBOTS.values(), strict=True):
+            host.put("/robots.txt", send(robots))
+            urls += [host.put(f"/{i}.jpg", send(JPEG)) for i in range(4)]
+        good = [host.put(f"/good/{i}.jpg", send(JPEG)) for host in hosts[:2] for i in range(150)]
+        rows = [*urls, *good]
+        random.Random(seed).shuffle(rows)
+        file = tmp_path / "list.tsv"
+        file.write_text("".join(f"caption\t{url}\n" for url in rows))
+        for _ in range(busy):
+            stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
+        command = [sys.executable, "-m", "vlbert", "collect", f"{tmp_path}/root", "captions", f"--captions={file}"]
+        command += ["--rows_per_shard=100", "--download.deadline=10", "--download.max_bytes=2000000"]
+        command += ["--download.allowed_hosts", *(host.host for host in hosts)]
+        subprocess.run(command, cwd=PROJECT, check=True, timeout=300)
+    tables = Catalog(open_store(f"{tmp_path}/root"), "captions").columns("images", ["url", "status"])
+    found = {row["url"]: row["status"] for table in tables for row in table.to_pylist()}
+    assert found.keys() == {*rows}
+    assert {url: found[url] for url in good if found[url] != "ok"} == {}
 
 
 def test_what_cannot_be_connected_to_says_why(web: Web):

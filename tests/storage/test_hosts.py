@@ -164,6 +164,8 @@ def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_
     urls = urls_of(*range(500))
     back = collected(urls, lambda url, now, _: Answer(0.1 if now >= 10 else None), 5).statuses
     assert back == {"ok": 500}
+    gone = collected(urls, lambda url, now, _: Answer(None if 1 <= now < 26 else 0.1), 5).statuses
+    assert gone["ok"] > 480
     away = collected(urls, lambda url, now, _: Answer(0.1 if now < 1 else None), 5)
     assert away.statuses.keys() == {"ok", "timeout", "host_timeout"}
     assert away.seconds < 60  # not 10 s for each eight
