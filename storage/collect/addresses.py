@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from storage.collect.statuses import Refused, Status
 from storage.redact import display_url
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     import yarl
 
 _PORTS = {80, 443}
-# A URL of only these characters is sent unchanged; any other is quoted first.
-_PLAIN_URL = re.compile(r"(?:[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=]|%[0-9A-Fa-f]{2})*")
+_CONTROL = re.compile(r"[\0-\x1f\x7f]")
+# Characters that are quoted in a URL, and a percent sign that quotes nothing.
+_QUOTED = re.compile(r"[^A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=%]+|%(?![0-9A-Fa-f]{2})")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -153,20 +155,27 @@ def guarded_resolver(guard: AddressGuard) -> Any:
 
 
 def parse_url(url: str) -> "yarl.URL":
+    """Parse a URL, and quote what a request cannot contain, as browsers do. Raises Refused if it is malformed."""
     import yarl
 
     text = url.strip(" ")
     shown = repr(display_url(url))
-    if not text.isprintable() or "\\" in text:
-        raise Refused(Status.BAD_URL, f"{shown} has control characters or a backslash")
-    match = re.match(r"(https?)://([^/?# ]*)(.*)", text, re.IGNORECASE)
-    if not match or not match[2] or match[3].startswith(" "):
+    if _CONTROL.search(text):
+        raise Refused(Status.BAD_URL, f"{shown} has control characters")
+    match = re.match(r"(https?)://([^/?#\\ ]*)([^?#]*)(.*)", text, re.IGNORECASE | re.DOTALL)
+    if not match or not match[2] or match[3].startswith((" ", "\\")):
         raise Refused(Status.BAD_URL, f"{shown} is not http://host/... or https://host/...")
-    text = f"{match[1].lower()}://{match[2].lower()}{match[3]}"
     if "@" in match[2]:
         raise Refused(Status.BAD_URL, f"{shown} has a user name")
+    scheme, authority = match[1].lower(), match[2].lower()
+    path = match[3].replace("\\", "/") + match[4]
     try:
-        parsed = yarl.URL(text, encoded=_PLAIN_URL.fullmatch(text) is not None)
+        if not authority.isprintable():
+            raise ValueError("unprintable characters in the host")
+        if not authority.isascii():
+            authority = yarl.URL(f"{scheme}://{authority}").raw_authority
+        quoted = _QUOTED.sub(lambda found: quote(found[0], errors="surrogateescape"), path)  # raw bytes of a Location
+        parsed = yarl.URL(f"{scheme}://{authority}{quoted}", encoded=True)
         host, raw_host = parsed.host, parsed.raw_host
         if not host or not raw_host or not parsed.port:
             raise ValueError("no host")

@@ -1,10 +1,12 @@
 """Fetching of URLs from public addresses, with a deadline, a byte limit, and retries after transient failures."""
 
 import asyncio
+import functools
 import importlib.metadata
 import io
 import itertools
 import random
+import re
 import socket
 import ssl
 import zlib
@@ -17,7 +19,8 @@ from urllib.parse import urljoin
 from storage.collect.addresses import AddressGuard, guarded_resolver
 from storage.collect.awake import AwakeClock
 from storage.collect.hosts import Hosts, Slot
-from storage.collect.normalise import ImageSettings, resource_error_hint
+from storage.collect.normalise import ImageSettings, begins_as_image, resource_error_hint
+from storage.collect.responses import FIRST, MAX_FIELD, Unpacker, tolerant_protocol
 from storage.collect.robots import AGENT, MAX_BYTES, RobotsTxt, Rules, check_x_robots_tag
 from storage.collect.statuses import UNREACHABLE, Refused, Status
 from storage.programs import require
@@ -41,6 +44,7 @@ _RETRY_DELAY = 0.5  # seconds before the first retry, doubled for each further o
 _MAX_PAUSE, _MAX_WAIT = 2.0, 30.0
 # Limits that keep the event loop free: bytes that are read and decompressed at a time, and characters of an error.
 _CHUNK, _PIECE, _MAX_ERROR = 2**12, 2**20, 10_000
+_UNREAD = re.compile(r"\b(?:br|zstd|compress)\b", re.IGNORECASE)  # encodings that are not read
 _Answer = tuple[str | None, bytes]  # the target of a redirect and no bytes, or None and the body
 _Read = Callable[["aiohttp.ClientResponse"], Awaitable[_Answer]]
 
@@ -109,15 +113,18 @@ class Fetcher:
         self._parser = ThreadPoolExecutor(1, "robots")  # one, so that the event loop keeps half a core
         patience = self.settings.read_timeout
         self.robots_txt = RobotsTxt(self._fetch_robots_txt)
+        connector = aiohttp.TCPConnector(
+            limit=0,  # Hosts limits the connections; a queue here would use up deadlines
+            # One answer per connection: bytes that a server sends after an answer must not be read as the answer
+            # to the next URL. Also, thousands of hosts would each keep a connection open.
+            force_close=True,
+            resolver=guarded_resolver(self.guard),
+            socket_factory=self.guard.open_socket,
+        )
+        connector._factory = functools.partial(tolerant_protocol)  # aiohttp has no argument for it
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,  # Hosts limits the connections; a queue here would use up deadlines
-                # One answer per connection: bytes that a server sends after an answer must not be read as the answer
-                # to the next URL. Also, thousands of hosts would each keep a connection open.
-                force_close=True,
-                resolver=guarded_resolver(self.guard),
-                socket_factory=self.guard.open_socket,
-            ),
+            connector=connector,
+            max_field_size=MAX_FIELD,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience, sock_read=patience),
             headers={"User-Agent": self.settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -258,10 +265,15 @@ class Fetcher:
     async def _read_answer(self, response: "aiohttp.ClientResponse") -> _Answer:
         """Return (None, body), or (target, b"") for a redirect. Raises Refused for any other response."""
         code = response.status
-        if code == 200 or code in _REDIRECTS:
+        if 200 <= code < 300 or code in _REDIRECTS:
             check_x_robots_tag(response.headers.getall("X-Robots-Tag", ()), self.settings.obey_noindex)
-        if code == 200:
-            return None, await self._read_body(response, self.settings.max_bytes)
+        if 200 <= code < 300:
+            body = await self._read_body(response, self.settings.max_bytes)
+            encoding = _UNREAD.search(response.headers.get("Content-Encoding", ""))
+            if begins_as_image(body) or (code == 200 and not encoding):
+                return None, body
+            if encoding:
+                raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding[0]}, though none was requested")
         if code in _REDIRECTS:
             location = response.headers.get("Location")
             if not location:
@@ -306,42 +318,39 @@ class Fetcher:
             raise Refused(Status.ROBOTS_TXT_FAILED, f"{error.status}: {error.detail}", 0.0) from error
 
     async def _read_body(self, response: "aiohttp.ClientResponse", limit: int, *, cut: bool = False) -> bytes:
-        """Return the decompressed body. If it exceeds `limit` bytes, truncate it (with `cut`) or raise Refused."""
+        """Return the body, decompressed. If it exceeds `limit` bytes, truncate it (with `cut`) or raise Refused."""
         import aiohttp
 
         content = response.content
         if (response.content_length or 0) > limit and not cut:
             raise Refused(Status.TOO_BIG, f"{response.content_length} bytes announced, more than {limit}")
-        encoding = response.headers.get("Content-Encoding", "").strip().lower()
-        unpack = _decompressor(encoding)
-        in_chunks = response.content_length is None
         body, received, packed = io.BytesIO(), 0, b""
+        unpacker = Unpacker(", ".join(response.headers.getall("Content-Encoding", ())))
+        in_chunks = response.content_length is None
         try:
             while packed or not content.at_eof():
                 # Small steps, because HTTP chunks of one byte each would take long to join.
                 chunk = packed or await (content.read(_CHUNK) if in_chunks else content.readany())
+                while not received and len(chunk) < FIRST and not content.at_eof():
+                    chunk += await content.read(_CHUNK)
                 received += len(chunk) - len(packed)
-                left = limit + 1 - body.tell()
-                if unpack:
-                    body.write(unpack.decompress(chunk, min(left, _PIECE)))
-                    packed = unpack.unconsumed_tail
-                else:
-                    body.write(chunk[:left])
+                piece, packed = unpacker.unpack(chunk, min(limit + 1 - body.tell(), _PIECE))
+                body.write(piece)
                 if packed or in_chunks:  # let the event loop go on
                     await asyncio.sleep(0)
                 if max(received, body.tell()) > limit:
                     if cut:
                         return body.getvalue()[:limit]
-                    how = "sent" if received > limit else f"when unpacked from {encoding}"
+                    how = "sent" if received > limit else "when unpacked"
                     raise Refused(Status.TOO_BIG, f"over {limit} bytes {how}")
         except zlib.error as error:
-            raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding}, but {error}") from error
+            raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {unpacker.encoding[:40]}, but {error}") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
             expected = "" if response.content_length is None else f" of {response.content_length}"
             detail = f"{received}{expected} bytes, then the connection ended"
             raise Refused(Status.SHORT_BODY, detail, 0.0) from error
-        if unpack and not unpack.eof:
-            raise Refused(Status.SHORT_BODY, f"the {encoding} stream of {received} bytes has no end")
+        if not unpacker.at_end:
+            raise Refused(Status.SHORT_BODY, f"the compressed stream of {received} bytes has no end")
         return body.getvalue()
 
 
@@ -356,8 +365,9 @@ def _host_of(url: "yarl.URL") -> str:
 
 
 def _join(base: str, location: str) -> str:
+    path, mark, rest = re.split(r"([?#]|\Z)", location, maxsplit=1)
     try:
-        return urljoin(base, location)
+        return urljoin(base, path.replace("\\", "/") + mark + rest)  # as browsers do
     except ValueError as error:
         raise Refused(Status.BAD_URL, f"redirect to {display_url(location)!r} cannot be parsed") from error
 
@@ -388,12 +398,3 @@ def _retry_after(response: "aiohttp.ClientResponse") -> float:
     """Return the seconds in a Retry-After header, or 0 if it is missing or not a number (such as a date)."""
     value = response.headers.get("Retry-After", "").strip()
     return float(value) if value.isdecimal() else 0.0
-
-
-def _decompressor(encoding: str) -> "zlib._Decompress | None":
-    """Return a decompressor for gzip or deflate, or None for identity. Raises Refused for any other encoding."""
-    if encoding in ("", "identity"):
-        return None
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise Refused(Status.BAD_RESPONSE, f"Content-Encoding {encoding[:40]!r}, though none was requested")
-    return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32 detects gzip or zlib from the stream's header

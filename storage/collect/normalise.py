@@ -145,6 +145,11 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
     return NormalisedImage(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))
 
 
+def begins_as_image(data: bytes) -> bool:
+    """Return True if the first bytes are those of a format in COLLECTED_FORMATS."""
+    return data.startswith(tuple(_MAGIC.values()))
+
+
 def _open(data: bytes) -> Image.Image:
     """Open an image, reading only its header. The format is detected from the bytes. Raises Refused on failure."""
     try:

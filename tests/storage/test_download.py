@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -44,6 +45,21 @@ def chunked(*chunks: bytes, end: bool) -> Answer:
     return raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
 
 
+def headed(*headers: bytes, body: bytes = JPEG, status: bytes = b"HTTP/1.1 200 OK", end: bytes = b"\r\n") -> Answer:
+    return raw(end.join([status, *headers, b"", b""]) + body)
+
+
+def encoded(encoding: bytes, body: bytes = JPEG) -> Answer:
+    return headed(b"Content-Length: %d" % len(body), b"Content-Encoding: " + encoding, body=body)
+
+
+def headless(data: bytes) -> bytes:
+    """What `deflate` means to some servers: the stream without zlib's header."""
+    return zlib.compress(data)[2:-4]
+
+
+LENGTH = b"Content-Length: %d" % len(JPEG)
+CHUNKED, CHUNKS = b"Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(JPEG), JPEG)
 # What the server does -> the row's status.
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "a jpeg with the type html": (send(JPEG, Content_Type="text/html"), "ok"),
@@ -56,9 +72,36 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "chunks without an end": (chunked(JPEG, end=False), "short_body"),
     "a reset in the body": (reset_in_body, "short_body"),
     "half a gzip stream": (send(gzip.compress(JPEG)[:-20], Content_Encoding="gzip"), "short_body"),
-    "brotli": (send(JPEG, Content_Encoding="br"), "bad_response"),
+    "brotli": (send(JPEG[4:], Content_Encoding="br"), "bad_response"),
+    "an encoding that names no coding": (encoded(b"UTF-8"), "ok"),
+    "an encoding that is a type": (encoded(b"image/jpeg"), "ok"),
+    "a list of encodings": (encoded(b"aws-chunked, gzip", gzip.compress(JPEG)), "ok"),
+    "gzip that is not packed": (encoded(b"gzip"), "ok"),
+    "brotli that is not packed": (encoded(b"br"), "ok"),
+    "deflate that is not packed": (encoded(b"deflate"), "ok"),
+    "deflate": (encoded(b"deflate", zlib.compress(JPEG)), "ok"),
+    "deflate without a header": (encoded(b"deflate", headless(JPEG)), "ok"),
+    "gzip that is not named": (encoded(b"none", gzip.compress(JPEG)), "ok"),
+    "two members of gzip": (encoded(b"gzip", gzip.compress(JPEG[:99]) + gzip.compress(JPEG[99:])), "ok"),
+    "bytes behind gzip": (encoded(b"gzip", gzip.compress(JPEG) + b"\0\0"), "ok"),
+    "a bomb of two members": (encoded(b"gzip", gzip.compress(JPEG) + gzip.compress(bytes(10**7))), "too_big"),
+    "a header of 60 kB": (headed(b"Content-Security-Policy: " + b"a" * 60_000, LENGTH), "ok"),
+    "300 headers": (headed(*[b"X-%d: a" % number for number in range(300)], LENGTH), "ok"),
+    "odd headers": (headed(b"Server : x", b"no colon", b"My name: x", b"X-\xe9: \0", b": x", LENGTH), "ok"),
+    "bytes behind the body": (headed(LENGTH, b"Connection: close", body=JPEG + b"some more bytes"), "ok"),
+    "bytes behind the chunks": (headed(CHUNKED, body=CHUNKS + b"some more bytes"), "ok"),
+    "a length twice": (headed(LENGTH, LENGTH.replace(b": ", b" : ") + b", %d" % len(JPEG)), "ok"),
+    "a hint first": (raw(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"\r\n" + JPEG), "ok"),
+    "no reason, and line feeds": (headed(LENGTH, status=b"HTTP/1 200", end=b"\n"), "ok"),
+    "203": (send(JPEG, 203), "ok"),
+    "206": (send(JPEG, 206), "ok"),
+    "206 with a part": (send(JPEG[:300], 206), "truncated"),
+    "202 without an image": (send(b"<html>soon", 202), "http_other"),
+    "two lengths": (headed(LENGTH, b"Content-Length: 9"), "bad_response"),
+    "a length beside chunks": (headed(LENGTH, CHUNKED, body=CHUNKS), "bad_response"),
+    "a malformed chunk": (headed(CHUNKED, body=b"12x\r\n" + JPEG), "short_body"),
     "not http": (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "bad_response"),
-    "endless headers": (raw(b"HTTP/1.1 200 OK\r\n" + b"X-A: " + b"a" * 100_000 + b"\r\n\r\n"), "bad_response"),
+    "endless headers": (raw(b"HTTP/1.1 200 OK\r\n" + b"X-A: " + b"a" * 1_000_000), "bad_response"),
     "a status line of bytes": (raw(b"HTTP/1.1 404 \xff\xfe\r\nContent-Length: 0\r\n\r\n"), "http_404"),
     "hangs up at once": (raw(b""), "connect"),
     "more pixels than allowed": (send(encode(draw(500, 400))), "too_many_pixels"),
@@ -87,10 +130,6 @@ def test_every_answer_ends_in_its_status(answered: dict[str, CaptionRow], name: 
     result.detail.encode()  # no lone surrogates: it goes into a Parquet file
 
 
-def headed(*headers: bytes, body: bytes = b"", status: bytes = b"200 OK") -> Answer:
-    return raw(b"\r\n".join([b"HTTP/1.1 " + status, *headers, b"", body]))
-
-
 TAGS, ROBOTS = b"X-Robots-Tag: " + b"a," * 4000, b"User-agent: *\nDisallow: /"
 # What would keep the event loop from all other URLs for 30 to 300 ms, of images and of robots.txt.
 BLOCKING: dict[str, Answer] = {
@@ -98,9 +137,14 @@ BLOCKING: dict[str, Answer] = {
     "chunks of one byte": headed(b"Transfer-Encoding: chunked", body=b"1\r\nx\r\n" * 300_000 + b"0\r\n\r\n"),
     "a gzip bomb": send(gzip.compress(bytes(200_000_000)), Content_Encoding="gzip"),
     "directives": headed(*30 * [TAGS]),
-    "a name of dots": headed(b"Location: http://" + b"a." * 4000, status=b"302 Found"),
+    "a name of dots": headed(b"Location: http://" + b"a." * 4000, status=b"HTTP/1.1 302 Found"),
+    "lines": headed(*39_000 * [b"c"], end=b"\n"),
+    "gzip members": encoded(b"gzip", 50_000 * gzip.compress(b"")),
+    "malformed chunks": headed(CHUNKED, body=b"zz" + bytes(range(256)) * 4000),
+    "hints": raw(16_000 * b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a head without an end": raw(b"HTTP/1.1 200 OK\r\n" + b"a\n" * 130_000),
     "noise": raw(bytes(range(256)) * 4000),
-    "a long reason": headed(status=b"503 " + b"http://a:b@c/?token=d " * 350),
+    "a long reason": headed(status=b"HTTP/1.1 503 " + b"http://a:b@c/?token=d " * 350),
 }
 BLOCKING_ROBOTS = {
     "percent signs": ROBOTS + b"%" * 500_000,
@@ -207,6 +251,14 @@ def test_redirects_are_followed_up_to_the_limit(web: Web):
     assert statuses(urls, settings_for(web)) == ["ok", "too_many_redirects", "too_many_redirects"]
 
 
+@pytest.mark.parametrize("location", [b"/caf\xe9.jpg", b" \\caf\xe9.jpg", "/caf\u00e9.jpg".encode(), b"/caf%E9.jpg"])
+def test_a_redirect_may_have_raw_bytes(location: bytes, web: Web):
+    web.put("/caf%E9.jpg", send(JPEG))
+    web.put("/caf%C3%A9.jpg", send(JPEG))
+    url = web.put("/from", headed(b"Location: " + location, b"Content-Length: 0", body=b"", status=b"HTTP/1.1 302 F"))
+    assert one(url, settings_for(web)).status == "ok"
+
+
 def test_the_url_is_sent_as_the_list_has_it(web: Web):
     port = web.server.server_port
     sent = {
@@ -214,6 +266,10 @@ def test_the_url_is_sent_as_the_list_has_it(web: Web):
         "/a b\u00e9|.jpg#part": "/a%20b%C3%A9%7C.jpg",
         "/0007.jpg#frag": "/0007.jpg",
         "/UPPER.JPG": "/UPPER.JPG",
+        "/a.jpg?itok\\x3dRfA": "/a.jpg?itok%5Cx3dRfA",
+        "/sub\\a.jpg": "/sub/a.jpg",
+        "/a\u202f\xa0\xad\u2028.jpg": "/a%E2%80%AF%C2%A0%C2%AD%E2%80%A8.jpg",
+        "/50%_off%2f.jpg": "/50%25_off%2f.jpg",
     }
     for path, seen in sent.items():
         web.put(seen, send(JPEG))
