@@ -65,11 +65,11 @@ class Release:
     resnet_only: bool = False
     """True if the release has only backbone and res5, without a detector."""
     detection: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of FasterRCNNConfig that the weights require."""
+    """Fields of FasterRCNNConfig that the weights require, if these are not its defaults."""
 
 
 # airsplay/py-bottom-up-attention (.pkl), also unc-nlp/frcnn-vg-finetuned (pytorch_model.bin).
-AIRSPLAY = Release(name="airsplay", detection={"minimum_side": 0.0, "box_arithmetic": "continuous"})
+AIRSPLAY = Release(name="airsplay")
 # MILVLG/bottom-up-attention.pytorch, bua-caffe-frcn-r101-k36 or -k10-100 (.pth), from Caffe.
 MILVLG = Release(
     name="milvlg",
@@ -85,13 +85,7 @@ MILVLG = Release(
         f"{_HEAD}bbox_pred.": _convert_deltas,
         f"{_RPN}objectness_logits.": _merge_objectness,
     },
-    detection={
-        "short_side": 600,
-        "long_side": 1000,
-        "resize": "caffe",
-        "minimum_side": 16.0,
-        "box_arithmetic": "plus_one",
-    },
+    detection={"resize": "caffe", "minimum_side": 16.0, "box_arithmetic": "plus_one"},
 )
 # VL-BERT's resnet101-pt-vgbua-0000.model: a ResNet without a detector, by torchvision's names.
 VLBERT = Release(
@@ -165,21 +159,11 @@ def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Converted:
-    """The converted content of a published weight file."""
+def convert(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Convert a published weight file to the tensors (float32) and metadata for write_weights.
 
-    release: Release
-    network: FasterRCNNConfig
-    """The published network, with the sizes of the tensors."""
-    tensors: dict[str, Tensor]
-    """float32, by our names."""
-    metadata: dict[str, Any]
-    """JSON values for our file, without the names of classes and attributes."""
-
-
-def convert(file: Path) -> Converted:
-    """Convert a published weight file. A ValueError lists any missing, unexpected or unusable tensors."""
+    The metadata has no names of classes and attributes. A ValueError lists missing, unexpected or unusable tensors.
+    """
     theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is already a weight file of this project; use it without conversion")
@@ -210,7 +194,7 @@ def convert(file: Path) -> Converted:
         metadata["anchors"] = "file" if ANCHORS in tensors else "generated"
     if release is MILVLG and ANCHORS not in tensors:
         tensors[ANCHORS] = caffe_cell_anchors()  # ours have other sides and another order
-    return Converted(release, config, tensors, metadata)
+    return tensors, metadata
 
 
 def to_our_name(theirs: str, release: Release) -> str:
