@@ -70,8 +70,6 @@ class FeatureRows:
             ours = _OURS.get(name) if type(name) is str else None
             if ours and value is not None:
                 value = value.item() if isinstance(value, np.generic) else value
-                if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
-                    value = value.item() if value.size == 1 else value.tolist()
                 fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
         return fields
 
