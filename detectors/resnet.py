@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torchvision.ops import FrozenBatchNorm2d
 
 from storage.settings import check, check_choices
 from training.precision import compute_dtype
@@ -55,20 +56,13 @@ RESNET50 = ResNetConfig(blocks=(3, 4, 6, 3))
 RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 
 
-class FrozenNorm(nn.Module):
-    """Batch normalisation with fixed statistics, scale and shift. All are buffers, so optimizers do not change them."""
+class FrozenNorm(FrozenBatchNorm2d):
+    """Batch normalisation with fixed statistics, scale and shift, rounded as by BatchNorm2d."""
 
     weight: Tensor
     bias: Tensor
     running_mean: Tensor
     running_var: Tensor
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.register_buffer("weight", torch.ones(channels))
-        self.register_buffer("bias", torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(
