@@ -16,8 +16,6 @@ from torchvision.ops import FrozenBatchNorm2d
 from storage.settings import check, check_choices
 from training.precision import compute_dtype
 
-BATCH_NORM_EPS = 1e-5
-
 
 @dataclass(frozen=True)
 class ResNetConfig:
@@ -65,9 +63,7 @@ class FrozenNorm(FrozenBatchNorm2d):
     running_var: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=BATCH_NORM_EPS
-        )
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
 class NormedConv(nn.Conv2d):
@@ -78,7 +74,7 @@ class NormedConv(nn.Conv2d):
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, dilation: int, norm: str):
         padding = dilation * (kernel // 2)
         super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
-        self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs, eps=BATCH_NORM_EPS)
+        self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.folds:
@@ -110,7 +106,7 @@ class NormedConv(nn.Conv2d):
             return self.weight, self.bias
         assert norm.running_mean is not None
         assert norm.running_var is not None
-        scale = norm.weight * (norm.running_var + BATCH_NORM_EPS).rsqrt()
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 

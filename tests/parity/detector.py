@@ -31,7 +31,7 @@ from detectors.faster_rcnn import (
     regress_boxes,
 )
 from detectors.preprocess import PIXEL_MEAN_BGR, decode_bgr, resize, to_input
-from detectors.resnet import BATCH_NORM_EPS, ResNetConfig
+from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
 from tests.parity.cases import Row, apart, check_switches, not_run, standard_normal
 
@@ -227,7 +227,7 @@ def read_config(metadata: dict) -> FasterRCNNConfig:
         "pooler": ("RoIPool 14x14 scale 1/16",),
         "res5": ("stride 1, conv2 dilation 2 padding 2",),
         "stem_pool": ("3x3 stride 2 pad 0 ceil_mode",),
-        "bn_eps": (BATCH_NORM_EPS,),
+        "bn_eps": (FrozenNorm(1).eps,),
     }
     check_switches(metadata, known, "meta.json")
     return FasterRCNNConfig(
