@@ -310,10 +310,7 @@ class FasterRCNN(nn.Module):
             return cls(config).eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the RPN's layers to C4 maps [N, channels, h, w].
-
-        Returns objectness logits [N, A, h, w] and box deltas [N, 4A, h, w].
-        """
+        """Apply the RPN's layers (RPNHead) to C4 maps [N, channels, h, w]."""
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
