@@ -73,7 +73,7 @@ def count_flops(config: FasterRCNNConfig, size: tuple[int, int]) -> dict[str, in
         count("rpn", lambda: network.rpn(c4))
         pooled = torch.zeros(config.post_nms, c4.shape[1], config.pool_size, config.pool_size)
         features = count("pool and res5", lambda: network.roi_heads.res5(pooled).mean(dim=(2, 3)))
-        count("heads", lambda: network.heads(features))
+        count("heads", lambda: network.roi_heads.box_predictor(features))
     return flops
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from detectors import detector_id
 from detectors.config import DetectorSettings
 from detectors.detectron2 import AnyFasterRCNN, Detectron2FasterRCNN
-from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, regress_boxes
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.select import select_regions
 from storage.sample import Regions, Sample
@@ -187,13 +187,14 @@ class FasterRCNNDetector:
         finite = torch.stack(finite).all(dim=0).tolist()
         boxes, stored = self._find_proposals(batch, logits, deltas)
         features = network.roi_features(c4, boxes)
-        heads = network.heads(features)
+        heads = network.roi_heads.box_predictor(features)
         probs = heads.class_logits.softmax(dim=1)
         attribute_probs = regressed = None
         if heads.attribute_logits is not None:
             attribute_probs = heads.attribute_logits.softmax(dim=1)[:, :-1]
         if self.settings.boxes == "regressed":
-            regressed = network.regress_boxes(torch.cat(boxes), heads.box_deltas, probs[:, :-1].argmax(dim=1), *size)
+            labels = probs[:, :-1].argmax(dim=1)
+            regressed = regress_boxes(network.config, torch.cat(boxes), heads.box_deltas, labels, *size)
         # Copied from the device once per batch, then split into images.
         probs = probs.cpu()
         tensors = (attribute_probs, regressed, features if self.settings.keep_features else None)

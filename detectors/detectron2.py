@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 from detectors.faster_rcnn import STRIDE, AttributeHead, FasterRCNN, FasterRCNNConfig, HeadOutputs
@@ -93,17 +92,6 @@ class Detectron2FasterRCNN(nn.Module):
 
         pooled = self.roi_heads.pooler([c4], [Boxes(each) for each in boxes])
         return self.roi_heads.res5(pooled).mean(dim=(2, 3))
-
-    def heads(self, features: Tensor) -> HeadOutputs:
-        """Predict the classes, box deltas and attributes of K boxes from their features [K, D]."""
-        return self.roi_heads.box_predictor(features)
-
-    def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Return each proposal moved by the deltas of its class and clipped, as FasterRCNN.regress_boxes does."""
-        own = deltas[torch.arange(len(labels), device=labels.device), labels]
-        moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
-        # Not clipped with detectron2's Boxes, which stop the whole run if one box is not finite.
-        return torchvision.ops.clip_boxes_to_image(moved, (height, width))
 
 
 AnyFasterRCNN = FasterRCNN | Detectron2FasterRCNN  # both have the same methods

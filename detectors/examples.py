@@ -32,24 +32,19 @@ class Batch:
         return Batch([example.to(device) for example in self.examples], self.unreadable)
 
 
-def read_bgr(image: LabelledImage) -> np.ndarray:
-    """Read an image as BGR pixels, uint8 [height, width, 3].
+def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
+    """Read an image, resized for the network as BGR [H, W, 3].
 
-    Raises one of the exceptions in BAD_IMAGE if the file is damaged or its size differs from that of `image`.
+    Raises one of the exceptions in BAD_IMAGE if the file is damaged, or its size differs or is too narrow.
     """
+    size = resized_size(image.height, image.width, config)
+    if min(size) < NARROWEST_INPUT:
+        raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
     with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
     if pixels.shape[:2] != (image.height, image.width):
         raise ValueError(f"is {pixels.shape[1]}x{pixels.shape[0]}, but its boxes are for {image.width}x{image.height}")
-    return pixels
-
-
-def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
-    """Read an image, resized for the network as BGR [H, W, 3]. Raises one of BAD_IMAGE if the image is unusable."""
-    size = resized_size(image.height, image.width, config)
-    if min(size) < NARROWEST_INPUT:
-        raise ValueError(f"is too narrow: {image.width}x{image.height}, {size[1]}x{size[0]} after resizing")
-    return resize(read_bgr(image), config)
+    return resize(pixels, config)
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:

@@ -154,6 +154,20 @@ def apply_deltas(
     return torch.stack([x - half_width, y - half_height, x + half_width, y + half_height], dim=-1)
 
 
+def regress_boxes(
+    config: FasterRCNNConfig, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int
+) -> Tensor:
+    """Return each proposal moved by the deltas of its class and clipped to the image.
+
+    `proposals` and the result are [K, 4], xyxy in input pixels. `deltas` is [K, C, 4], and `labels` [K] has the class
+    of each proposal. A clipped box may have no area.
+    """
+    extra = config.box_arithmetic == "plus_one"
+    own = deltas[torch.arange(len(labels), device=labels.device), labels]
+    moved = apply_deltas(own, proposals, config.box_weights, plus_one=extra)
+    return torchvision.ops.clip_boxes_to_image(moved, (height - extra, width - extra))
+
+
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Return each image's `count` highest `scores` [N, K], best first, and the matching rows of `others` [N, K, 4]."""
     scores, order = scores.sort(dim=1, descending=True, stable=True)
@@ -296,10 +310,7 @@ class FasterRCNN(nn.Module):
             return cls(config).eval()
 
     def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the RPN's layers to C4 maps [N, channels, h, w].
-
-        Returns objectness logits [N, A, h, w] and box deltas [N, 4A, h, w].
-        """
+        """Apply the RPN's layers (RPNHead) to C4 maps [N, channels, h, w]."""
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
@@ -384,21 +395,6 @@ class FasterRCNN(nn.Module):
         for chunk in rois.split(chunk_size or max(1, len(rois))):
             if len(chunk):
                 yield self.pool(c4, chunk).to(dtype, memory_format=torch.channels_last)
-
-    def heads(self, features: Tensor) -> HeadOutputs:
-        """Predict the classes, box deltas and attributes of K boxes from their features [K, D]."""
-        return self.roi_heads.box_predictor(features)
-
-    def regress_boxes(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
-        """Return each proposal moved by the deltas of its class and clipped to the image.
-
-        `proposals` and the result are [K, 4], xyxy in input pixels. `deltas` is [K, C, 4], and `labels` [K] has the
-        class of each proposal. A clipped box may have no area.
-        """
-        extra = self.config.box_arithmetic == "plus_one"
-        own = deltas[torch.arange(len(labels), device=labels.device), labels]
-        moved = apply_deltas(own, proposals, self.config.box_weights, plus_one=extra)
-        return torchvision.ops.clip_boxes_to_image(moved, (height - extra, width - extra))
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
         """Return a faster copy of the network, with the same outputs up to rounding.

@@ -70,8 +70,6 @@ class FeatureRows:
             ours = _OURS.get(name) if type(name) is str else None
             if ours and value is not None:
                 value = value.item() if isinstance(value, np.generic) else value
-                if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
-                    value = value.item() if value.size == 1 else value.tolist()
                 fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
         return fields
 
@@ -135,31 +133,23 @@ def _open_tsv(path: Path) -> FeatureRows:
 
 
 def _open_members(path: Path) -> FeatureRows:
-    """Open a folder or zip with one JSON or .npz file per image, or a single .npz file."""
-    if path.is_dir():
-        members = sorted(entry.name for entry in os.scandir(path))
-    elif path.suffix == ".npz":
-        members = [path.name]
-    else:
-        archive = zipfile.ZipFile(path)
-        members = archive.namelist()
+    """Open a folder or zip with one JSON or .npz file per image."""
+    archive = None if path.is_dir() else zipfile.ZipFile(path)
+    members = archive.namelist() if archive else sorted(os.listdir(path))
     # macOS adds a file with a leading dot for each file that it copies.
     members = [n for n in members if n.endswith((".json", ".npz")) and not n.split("/")[-1].startswith(".")]
     if not members:
         raise UnusableFile("has neither an LMDB's data.mdb nor a *.json or *.npz file for each image")
 
     def sha256() -> str:
-        if not path.is_dir():
+        if archive:
             return sha256_of(path)
         hashes = "".join(f"{name} {sha256_of(path / name)}\n" for name in members)
         return hashlib.sha256(hashes.encode()).hexdigest()
 
     def fields(row: int) -> Iterable[tuple[str, Any]]:
         name = members[row]
-        if path.is_dir() or path.suffix == ".npz":
-            data = (path / name if path.is_dir() else path).read_bytes()
-        else:
-            data = archive.read(name)
+        data = archive.read(name) if archive else (path / name).read_bytes()
         if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

@@ -18,7 +18,7 @@ from typing import Any
 
 from detectors.feature_files import LONGEST_ROW, FeatureRows, UnusableFile, open_rows
 from storage.memory import is_memory_error
-from storage.pickles import UnsafePickle, read_pickle
+from storage.pickles import UnsafePickle
 from storage.safe_json import printable
 
 _MEMORY = 2**32  # bytes of the child: several times the longest row
@@ -48,13 +48,10 @@ class FeatureFile:
 
         Raises ValueError if the row is unusable, and MemoryError if memory is short.
         """
-        try:
-            problem, value = read_pickle(_ask_child(self.path.absolute(), row))
-        except UnsafePickle as error:
-            problem, value = "file", _describe(error, row)
-        if problem:
-            raise MemoryError(value) if problem == "memory" else ValueError(value)
-        return value
+        reply = _ask_child(self.path.absolute(), row)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def location(self, row: int) -> str:
         """Return `FILE: IMAGE`, to identify a row in messages."""
@@ -62,13 +59,13 @@ class FeatureFile:
         return printable(f"{self.path.name}: {self.names[row]}")
 
 
-def _ask_child(path: Path, row: int | None) -> bytes:
+def _ask_child(path: Path, row: int | None) -> Any:
     """Return the child's reply. Raises ValueError if the file crashes the child, MemoryError if it ends otherwise."""
     with _lock:
         connection, child = _start_child()
         try:
             connection.send((path, row))
-            return connection.recv_bytes()
+            return connection.recv()
         except BaseException as error:  # the child is gone, or its reply is left in the pipe
             _start_child.cache_clear()
             connection.close()
@@ -104,11 +101,12 @@ def _answer_requests(connection: Connection) -> None:
             return
         signal.setitimer(signal.ITIMER_PROF, 0 if row is None else _SECONDS)
         try:
-            reply = pickle.dumps((None, _read(opened, path, row)), protocol=5)
+            # Not protocol 5, whose arrays make unpickling print a SystemError if memory is short.
+            reply = pickle.dumps(_read(opened, path, row), protocol=4)
             if row is not None and len(reply) > LONGEST_ROW:
                 raise ValueError(f"has {len(reply)} bytes, more than the limit of {LONGEST_ROW}")
         except Exception as error:  # noqa: BLE001  readers of damaged files raise many types
-            reply = pickle.dumps(("memory" if is_memory_error(error) else "file", _describe(error, row)))
+            reply = pickle.dumps((MemoryError if is_memory_error(error) else ValueError)(_describe(error, row)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(reply)
 

@@ -97,11 +97,8 @@ class DetectorRecipe(RunSettings):
         check(self, 0 <= self.validation_nms <= 1, "validation_nms", "from 0 to 1")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
         check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
-        if self.network.box_arithmetic != "continuous":
-            raise ValueError(
-                f"network.box_arithmetic is {self.network.box_arithmetic}, but training needs boxes of width x2 - x1; "
-                "set --network.box_arithmetic=continuous"
-            )
+        wanted = "continuous in training, where boxes are x2 - x1 wide; set --network.box_arithmetic=continuous"
+        check(self.network, self.network.box_arithmetic == "continuous", "box_arithmetic", wanted)
 
 
 def detector_vg_resnet101() -> DetectorRecipe:

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torchvision.ops import FrozenBatchNorm2d
 
 from storage.settings import check, check_choices
 from training.precision import compute_dtype
-
-BATCH_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -55,25 +54,16 @@ RESNET50 = ResNetConfig(blocks=(3, 4, 6, 3))
 RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 
 
-class FrozenNorm(nn.Module):
-    """Batch normalisation with fixed statistics, scale and shift. All are buffers, so optimizers do not change them."""
+class FrozenNorm(FrozenBatchNorm2d):
+    """Batch normalisation with fixed statistics, scale and shift, rounded as by BatchNorm2d."""
 
     weight: Tensor
     bias: Tensor
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int):
-        super().__init__()
-        self.register_buffer("weight", torch.ones(channels))
-        self.register_buffer("bias", torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=BATCH_NORM_EPS
-        )
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
 class NormedConv(nn.Conv2d):
@@ -84,7 +74,7 @@ class NormedConv(nn.Conv2d):
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, dilation: int, norm: str):
         padding = dilation * (kernel // 2)
         super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
-        self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs, eps=BATCH_NORM_EPS)
+        self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.folds:
@@ -116,7 +106,7 @@ class NormedConv(nn.Conv2d):
             return self.weight, self.bias
         assert norm.running_mean is not None
         assert norm.running_var is not None
-        scale = norm.weight * (norm.running_var + BATCH_NORM_EPS).rsqrt()
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 

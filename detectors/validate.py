@@ -7,7 +7,7 @@ from torch import Tensor
 
 from detectors.average_precision import Detections, class_results, match_detections, mean_average_precision
 from detectors.examples import HeldOutImages
-from detectors.faster_rcnn import FasterRCNN
+from detectors.faster_rcnn import FasterRCNN, regress_boxes
 from detectors.ground_truth import LabelledImage
 from detectors.preprocess import to_input
 from detectors.recipes import DetectorRecipe
@@ -27,11 +27,11 @@ def detect(network: FasterRCNN, pixels: Tensor, nms_threshold: float) -> tuple[D
     c4 = network.backbone(pixels)
     logits, deltas = network.rpn(c4)
     (proposals,), _ = network.proposals(logits, deltas, height, width)
-    outputs = network.heads(network.roi_features(c4, [proposals]))
+    outputs = network.roi_heads.box_predictor(network.roi_features(c4, [proposals]))
     probs = outputs.class_logits.softmax(dim=1)[:, :-1]
     indices, labels = (probs > SCORE_THRESHOLD).nonzero(as_tuple=True)
     scores = probs[indices, labels]
-    boxes = network.regress_boxes(proposals[indices], outputs.box_deltas[indices], labels, height, width)
+    boxes = regress_boxes(network.config, proposals[indices], outputs.box_deltas[indices], labels, height, width)
     # In double precision: batched_nms adds an offset to the boxes of each class, which would round them in float32.
     kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, nms_threshold)[:MOST_DETECTIONS]
     detections = Detections(*(tensor[kept].cpu().numpy() for tensor in (boxes, scores, labels)))

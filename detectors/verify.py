@@ -1,11 +1,4 @@
-"""Draw detected regions on your own images, with their names, to verify the weights of a detector.
-
-    vlbert verify-detector WEIGHTS IMAGE... [--out DIR] [--boxes regressed]
-
-WEIGHTS is a safetensors file (`vlbert convert-detector` converts a published file). Each image is normalised as by
-`vlbert collect` and processed as by `vlbert detect`. Correct weights give the right names, with scores near 1. Classes
-in the wrong order give wrong names with high scores; wrong tensors give low scores.
-"""
+"""`vlbert verify-detector`: draw detected regions on images, to verify the weights of a detector (docs/detector.md)."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,9 +1,4 @@
-"""Convert the published weights of the Visual Genome detector.
-
-    vlbert convert-detector IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
-
-docs/detector.md describes what the conversion changes.
-"""
+"""`vlbert convert-detector`: convert the published weights of the Visual Genome detector (docs/detector.md)."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +7,7 @@ import tyro
 
 from detectors.names import read_names
 from detectors.weights.files import write_weights
-from detectors.weights.releases import convert
+from detectors.weights.releases import VLBERT, convert
 from storage.programs import Command, Positional
 
 
@@ -32,11 +27,9 @@ def convert_detector(
     """
     if out.exists():
         raise ValueError(f"{out} already exists; give a new name")
-    converted = convert(source)
-    metadata, network = dict(converted.metadata), converted.network
-    counts = {"classes": network.num_classes, "attributes": network.num_attributes}
-    if converted.release.resnet_only:
-        counts = {"classes": 0, "attributes": 0}
+    tensors, metadata = convert(source)
+    has_heads = metadata["release"] != VLBERT.name
+    counts = {kind: metadata["network"][f"num_{kind}"] * has_heads for kind in ("classes", "attributes")}
     for kind, file in {"classes": classes, "attributes": attributes}.items():
         if file:
             names, count = [synonyms[0] for synonyms in read_names(file)], counts[kind]
@@ -46,9 +39,9 @@ def convert_detector(
                 )
             metadata[kind] = names
     out.parent.mkdir(parents=True, exist_ok=True)
-    sha256 = write_weights(out, converted.tensors, metadata)
+    sha256 = write_weights(out, tensors, metadata)
     heads = f"{counts['classes']} classes, {counts['attributes']} attributes, anchors {metadata.get('anchors', 'none')}"
-    print(f"release {converted.release.name}: {heads}\n{out}: {len(converted.tensors)} tensors, sha256 {sha256}")
+    print(f"release {metadata['release']}: {heads}\n{out}: {len(tensors)} tensors, sha256 {sha256}")
 
 
 main = Command("vlbert convert-detector", convert_detector)

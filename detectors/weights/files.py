@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
     If another tensor is missing, unexpected or of the wrong shape, nothing is loaded, and a ValueError lists all such
     tensors.
     """
-    tensors, texts = read_safetensors(file)
+    tensors, _ = read_safetensors(file)
     if tensors and all(name.startswith(RESNET) for name in tensors):
         raise ValueError(f"{file} has only a ResNet, not a detector; use it for model.regions.weights of VL-BERT")
-    metadata, own = _describe(file, tensors.keys(), texts, network.config), network.proposal_generator.cell_anchors
+    metadata, own = describe_weights(file, network.config), network.proposal_generator.cell_anchors
     attributes = metadata["attribute_head"]
     expected = {n: t for n, t in network.state_dict().items() if attributes or not n.startswith(ATTRIBUTE_HEAD)}
     check_tensors(tensors, expected | ({ANCHORS: own} if ANCHORS in tensors else {}), f"{file} {_MISMATCH}")
@@ -49,11 +49,8 @@ def load_weights(network: AnyFasterRCNN, file: Path) -> dict[str, Any]:
 
 def describe_weights(file: Path, config: FasterRCNNConfig) -> dict[str, Any]:
     """Return the metadata that load_weights returns for a network of `config`, without reading the tensors."""
-    return _describe(file, *read_safetensors(file, tensors=False), config)
-
-
-def _describe(file: Path, names: Collection[str], texts: Mapping[str, str], config: FasterRCNNConfig) -> dict[str, Any]:
-    parsed, attributes = _parse_metadata(texts, file), any(name.startswith(ATTRIBUTE_HEAD) for name in names)
+    parsed, (names, _) = read_metadata(file), read_safetensors(file, tensors=False)
+    attributes = any(name.startswith(ATTRIBUTE_HEAD) for name in names)
     counts = {"classes": config.num_classes} | ({"attributes": config.num_attributes} if attributes else {})
     for kind, count in counts.items():
         if parsed[kind] is not None and len(parsed[kind]) != count:
@@ -76,11 +73,8 @@ def read_metadata(file: Path) -> dict[str, Any]:
 
     `network` is a FasterRCNNConfig, `classes` and `attributes` are lists of names, `anchors` and `release` are strings.
     """
-    return _parse_metadata(read_safetensors(file, tensors=False)[1], file)
-
-
-def _parse_metadata(texts: Mapping[str, str], file: Path) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
+    _, texts = read_safetensors(file, tensors=False)
     kinds = {"network": dict, "classes": list, "attributes": list, "anchors": str, "release": str}
     for key, wanted in kinds.items():
         location = f"{file}: its metadata {key!r}"

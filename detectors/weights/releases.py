@@ -23,7 +23,6 @@ from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, COUNTER, RESNET, ch
 from detectors.weights.tensor_files import is_safetensors, read_safetensors, read_tensors, unwrap_names
 from storage.digests import sha256_of
 
-_BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 # Tensors that a file may have besides weights, and the values that they must have: this network's, in BGR order.
 _PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 _HEAD, _RPN = "roi_heads.box_predictor.", "proposal_generator.rpn_head."
@@ -40,7 +39,7 @@ def _convert_deltas(rows: Tensor) -> Tensor:
     """Drop the background's rows from box deltas [4 (C + 1), ...], and multiply the other rows by the box weights."""
     foreground = rows[4:]
     # Multiplied, because our network divides by the box weights.
-    weights = torch.tensor(_BOX_WEIGHTS).repeat(len(rows) // 4)[: len(foreground)]
+    weights = torch.tensor(FasterRCNNConfig.box_weights).repeat(len(rows) // 4)[: len(foreground)]
     return foreground * weights.view(-1, *[1] * (rows.dim() - 1))
 
 
@@ -62,14 +61,12 @@ class Release:
     """Pairs of prefixes (theirs, ours), with {} for a number. The first match counts. Other names stay the same."""
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Functions that convert their tensor to ours, by the prefix of our name."""
-    resnet_only: bool = False
-    """True if the release has only backbone and res5, without a detector."""
     detection: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of FasterRCNNConfig that the weights require."""
+    """Fields of FasterRCNNConfig that the weights require, if these are not its defaults."""
 
 
 # airsplay/py-bottom-up-attention (.pkl), also unc-nlp/frcnn-vg-finetuned (pytorch_model.bin).
-AIRSPLAY = Release(name="airsplay", detection={"minimum_side": 0.0, "box_arithmetic": "continuous"})
+AIRSPLAY = Release(name="airsplay")
 # MILVLG/bottom-up-attention.pytorch, bua-caffe-frcn-r101-k36 or -k10-100 (.pth), from Caffe.
 MILVLG = Release(
     name="milvlg",
@@ -85,13 +82,7 @@ MILVLG = Release(
         f"{_HEAD}bbox_pred.": _convert_deltas,
         f"{_RPN}objectness_logits.": _merge_objectness,
     },
-    detection={
-        "short_side": 600,
-        "long_side": 1000,
-        "resize": "caffe",
-        "minimum_side": 16.0,
-        "box_arithmetic": "plus_one",
-    },
+    detection={"resize": "caffe", "minimum_side": 16.0, "box_arithmetic": "plus_one"},
 )
 # VL-BERT's resnet101-pt-vgbua-0000.model: a ResNet without a detector, by torchvision's names.
 VLBERT = Release(
@@ -115,7 +106,6 @@ VLBERT = Release(
             )
         ),
     ),
-    resnet_only=True,
 )
 
 
@@ -165,21 +155,11 @@ def network_from_shapes(shapes: Mapping[str, torch.Size]) -> FasterRCNNConfig:
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Converted:
-    """The converted content of a published weight file."""
+def convert(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Convert a published weight file to the tensors (float32) and metadata for write_weights.
 
-    release: Release
-    network: FasterRCNNConfig
-    """The published network, with the sizes of the tensors."""
-    tensors: dict[str, Tensor]
-    """float32, by our names."""
-    metadata: dict[str, Any]
-    """JSON values for our file, without the names of classes and attributes."""
-
-
-def convert(file: Path) -> Converted:
-    """Convert a published weight file. A ValueError lists any missing, unexpected or unusable tensors."""
+    The metadata has no names of classes and attributes. A ValueError lists missing, unexpected or unusable tensors.
+    """
     theirs = unwrap_names(read_tensors(file), file)
     if is_safetensors(file) and "network" in read_safetensors(file, tensors=False)[1]:
         raise ValueError(f"{file} is already a weight file of this project; use it without conversion")
@@ -199,18 +179,18 @@ def convert(file: Path) -> Converted:
                 tensors[name] = change(tensors[name])
     with torch.device("meta"):
         expected = FasterRCNN(config).state_dict()
-    if release.resnet_only:
+    if release is VLBERT:
         expected = {name: tensor for name, tensor in expected.items() if name.startswith(RESNET)}
     if ANCHORS in tensors:
         expected[ANCHORS] = torch.empty(config.num_anchors, 4)
     check_tensors(tensors, expected, f"{file} cannot be converted as release {release.name}")
     metadata = {"release": release.name, "network": dataclasses.asdict(config)}
     metadata["source"] = {"file": file.name, "sha256": sha256_of(file)}
-    if not release.resnet_only:
+    if release is not VLBERT:
         metadata["anchors"] = "file" if ANCHORS in tensors else "generated"
     if release is MILVLG and ANCHORS not in tensors:
         tensors[ANCHORS] = caffe_cell_anchors()  # ours have other sides and another order
-    return Converted(release, config, tensors, metadata)
+    return tensors, metadata
 
 
 def to_our_name(theirs: str, release: Release) -> str:
@@ -227,7 +207,7 @@ def _is_weight(name: str, tensors: Mapping[str, Tensor], release: Release, file:
 
     Raises ValueError if the file's pixel mean or standard deviation is not the one that our detector uses.
     """
-    if name in _PIXEL_STATISTICS and not release.resnet_only:
+    if name in _PIXEL_STATISTICS and release is not VLBERT:
         ours, theirs = torch.tensor(_PIXEL_STATISTICS[name]).double(), tensors[name].flatten().double()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):
             raise ValueError(

@@ -151,7 +151,7 @@ def test_detection_fuses_float32_convolutions_only_where_they_may_be_rounded_to_
     with VirtualDevice() as device, float32_precision(convolutions, "ieee"), torch.inference_mode():
         c4 = network.to(DEVICE).backbone(torch.zeros(2, 3, 64, 64, device=DEVICE))
         boxes, _ = network.proposals(*network.rpn(c4), 64, 64)
-        network.heads(network.roi_features(c4, boxes))
+        network.roi_heads.box_predictor(network.roi_features(c4, boxes))
     names = {one.name for one in device.operations}
     assert ({"aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu"} <= names) == fused
 

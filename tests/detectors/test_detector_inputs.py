@@ -184,7 +184,7 @@ def stages(network: FasterRCNN) -> list[Tensor]:
     corners = torch.rand(31, 2, generator=seeded(0)) * 80
     c4 = network.backbone(to_input(np.stack([resize(decode_bgr(one.image), network.config) for one in PAIR])))
     features = network.roi_features(c4, torch.cat([corners, corners + 24], dim=1).split([20, 11]))
-    outputs = network.heads(features)
+    outputs = network.roi_heads.box_predictor(features)
     return [c4, *network.rpn(c4), features, outputs.class_logits, outputs.box_deltas, outputs.attribute_logits]
 
 

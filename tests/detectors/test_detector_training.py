@@ -196,7 +196,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
         (["--no_random_init"], "the network has no weights to start from"),
         (["--init_from=absent.pth"], "random_init is True; it must be false with init_from"),
         (["--optimizer.schedule=step", "--optimizer.decay_at=6"], "decay_at has update 6, but the run has only 6"),
-        (["--network.box_arithmetic=plus_one"], "network.box_arithmetic is plus_one, but"),
+        (["--network.box_arithmetic=plus_one"], "box_arithmetic is 'plus_one'; it must be continuous in training"),
         (["--network.num_classes=7"], "the data has 8 classes, but the network has 7; set --network.num_classes=8"),
         (["--data.held_out_last=24"], "leaves no image to train on"),
         (["--data.images=absent"], "data.images: absent is not a folder"),

@@ -16,7 +16,7 @@ import torchvision
 from safetensors.torch import save_file
 
 from detectors.detectron2 import Detectron2FasterRCNN
-from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
+from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig, regress_boxes
 from detectors.resnet import ResNetConfig
 from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, load_weights
 
@@ -125,7 +125,7 @@ def test_every_stage_computes_what_ours_does(name: str):
 
     features = ours.roi_features(c4, boxes)
     assert_near(theirs.roi_features(c4, boxes), features)
-    outputs, their_outputs = ours.heads(features), theirs.heads(features)
+    outputs, their_outputs = ours.roi_heads.box_predictor(features), theirs.roi_heads.box_predictor(features)
     assert_near(their_outputs.class_logits, outputs.class_logits)
     assert_near(their_outputs.box_deltas, outputs.box_deltas)
     if config.num_attributes:
@@ -134,8 +134,10 @@ def test_every_stage_computes_what_ours_does(name: str):
         assert their_outputs.attribute_logits is None
 
     deltas, labels = outputs.box_deltas[:30], outputs.class_logits[:30, :-1].argmax(dim=1)
-    moved = ours.regress_boxes(boxes[0], deltas, labels, HEIGHT, WIDTH)
-    assert_near(theirs.regress_boxes(boxes[0], deltas, labels, HEIGHT, WIDTH), moved)
+    moved = regress_boxes(config, boxes[0], deltas, labels, HEIGHT, WIDTH)
+    transform = theirs.roi_heads.box_predictor.box2box_transform
+    their_moved = transform.apply_deltas(deltas[torch.arange(30), labels], boxes[0])
+    assert_near(torchvision.ops.clip_boxes_to_image(their_moved, (HEIGHT, WIDTH)), moved)
     # Else clipping and weights of the boxes would go unseen.
     assert (moved - boxes[0]).abs().max() > 2
     assert (moved == torch.tensor([0.0, 0, WIDTH, HEIGHT])).any()
@@ -156,6 +158,6 @@ def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: P
         logits, deltas = theirs.rpn(c4)
         (found,), _ = theirs.proposals(logits, deltas, HEIGHT, WIDTH)
         assert_same_boxes(found, ours.proposals(logits, deltas, HEIGHT, WIDTH)[0][0])
-        assert theirs.heads(theirs.roi_features(c4, [found])).attribute_logits is None
+        assert theirs.roi_heads.box_predictor(theirs.roi_features(c4, [found])).attribute_logits is None
         theirs.proposal_generator.cell_anchors.copy_(generated)
         assert not torch.equal(theirs.proposals(logits, deltas, HEIGHT, WIDTH)[0][0][:10], found[:10])

@@ -21,6 +21,7 @@ from detectors.faster_rcnn import (
     apply_deltas,
     cell_anchors,
     grid_anchors,
+    regress_boxes,
 )
 from detectors.losses import encode_deltas
 from detectors.preprocess import decode_bgr, resize, resize_scale, resized_size, to_input
@@ -215,7 +216,7 @@ def stages(network: FasterRCNN) -> tuple[torch.Tensor, torch.Tensor, HeadOutputs
     logits, deltas = network.rpn(c4)
     (proposals,), _ = network.proposals(logits, deltas, 168, 222)
     features = network.roi_features(c4, [proposals])
-    return proposals, features, network.heads(features)
+    return proposals, features, network.roi_heads.box_predictor(features)
 
 
 def proposal_of_each(boxes: np.ndarray, proposals: torch.Tensor) -> np.ndarray:
@@ -306,7 +307,7 @@ def test_regressed_boxes_are_where_the_deltas_of_a_regions_own_class_move_its_pr
         assert np.array_equal(getattr(plain, name), getattr(regions, name))
     proposals, _, outputs = stages(detector.network)
     own, labels = proposal_of_each(plain.boxes, proposals), torch.from_numpy(regions.labels).long()
-    moved = detector.network.regress_boxes(proposals[own], outputs.box_deltas[own], labels, 168, 222)
+    moved = regress_boxes(detector.network.config, proposals[own], outputs.box_deltas[own], labels, 168, 222)
     assert np.allclose(regions.boxes, moved.numpy() * TO_STORED, atol=0.01)
     assert np.median(np.abs(regions.boxes - plain.boxes).max(axis=1)) > 10
     # Those of class 2, moved out of the image, keep their proposals' boxes.

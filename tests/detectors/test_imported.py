@@ -30,6 +30,7 @@ from places import PROJECT
 from tiny import tiny_sample
 from tiny_detector import commit_images
 
+from detectors import feature_reader
 from detectors.config import DetectionConfig
 from detectors.imported import ImportedDetector
 from detectors.run import identify, main, make_detector
@@ -277,6 +278,34 @@ def test_a_row_that_takes_too_much_memory_costs_its_image_alone(length: int, sta
     good, bad = detector_of(file, *LAST).detect([a_sample(0), a_sample(1)])
     assert isinstance(good, Regions)
     assert re.match(f"bad_features: f: 000001 {status}", bad)
+
+
+LOOPING = f"""#!{sys.executable}
+import sys, time
+from multiprocessing.connection import Connection
+from detectors import feature_files, feature_reader
+read, feature_reader._SECONDS = feature_files.FeatureRows.read, 0.2
+def loop(rows, row):
+    while row and time.process_time() < 30:
+        pass
+    return read(rows, row)
+feature_files.FeatureRows.read = loop
+feature_reader._answer_requests(Connection(int(sys.argv[-1])))
+"""
+
+
+def test_a_row_that_takes_too_long_costs_its_image_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A damaged file can lead its reader in a circle."""
+    child = tmp_path / "child"
+    child.write_text(LOOPING)
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    feature_reader._start_child.cache_clear()
+    file = write_tsv(tmp_path / "f", [features_of(0), features_of(1)])
+    good, bad, again = detector_of(file).detect([a_sample(0), a_sample(1), a_sample(0)])
+    feature_reader._start_child.cache_clear()
+    assert bad.startswith("bad_features: f: 000001 is damaged: reading it ends with Profiling timer expired")
+    assert np.array_equal(good.boxes, again.boxes)
 
 
 LIMITED = """

@@ -20,7 +20,7 @@ PRECISIONS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, tor
 
 def plain_conv(conv: NormedConv, x: Tensor) -> Tensor:
     norm, y = conv.norm, F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation)
-    return F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=resnet.BATCH_NORM_EPS)
+    return F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
 
 
 def plain_blocks(blocks: nn.Module, x: Tensor) -> Tensor:

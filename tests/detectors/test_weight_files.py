@@ -71,7 +71,7 @@ def test_weights_without_the_attribute_head_find_no_attributes(tmp_path: Path):
     network = FasterRCNN.random_init(TINY, seed=0)
     write_weights(tmp_path / "bare.safetensors", bare, {})
     assert load_weights(network, tmp_path / "bare.safetensors")["attribute_head"] is False
-    assert network.heads(torch.zeros(1, TINY.resnet.res5_channels)).attribute_logits is None
+    assert network.roi_heads.box_predictor(torch.zeros(1, TINY.resnet.res5_channels)).attribute_logits is None
 
 
 def test_region_features_take_the_resnet_with_live_norms_or_frozen(tmp_path: Path):

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,13 @@ from detectors.resnet import RESNET101, Res5, ResNetC4
 from detectors.select import SelectionSettings
 from detectors.weights.convert import main
 from detectors.weights.files import describe_weights, load_resnet, load_weights, read_config, write_weights
-from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert
+from detectors.weights.releases import convert
 
 HEAD = "roi_heads.box_predictor."
 RPN = "proposal_generator.rpn_head."
 CLASS_NAMES = [f"class of {number}" for number in range(released.CLASSES)]
 ATTRIBUTE_NAMES = [f"like {number}" for number in range(released.ATTRIBUTES)]
+Converted = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def converted(files: dict[str, Path]) -> dict[str, Converted]:
 
 def loaded_network(converted: Converted, folder: Path) -> FasterRCNN:
     """The network of a converted file, on its way through a file of ours."""
-    write_weights(folder / "ours.safetensors", converted.tensors, converted.metadata)
+    write_weights(folder / "ours.safetensors", *converted)
     network = FasterRCNN.random_init(read_config(folder / "ours.safetensors"), seed=0)
     load_weights(network, folder / "ours.safetensors")
     return network
@@ -60,15 +62,14 @@ def loaded_network(converted: Converted, folder: Path) -> FasterRCNN:
 @pytest.mark.parametrize("name", ["airsplay", "airsplay without attributes", "hugging face"])
 def test_files_with_detectron2s_names_are_taken_as_they_are(name: str, converted: dict[str, Converted], tmp_path: Path):
     attributes, own = "without" not in name, {"hugging face": {released.ANCHORS: released.CAFFE_ANCHORS + 0.5}}
-    theirs, ours = released.airsplay(attributes) | own.get(name, {}), converted[name]
-    assert ours.tensors.keys() == theirs.keys()
-    assert all(np.array_equal(ours.tensors[key], value) for key, value in theirs.items())
-    assert ours.release is AIRSPLAY
-    assert ours.network.resnet.blocks == RESNET101.blocks
-    assert (ours.network.num_classes, ours.network.num_attributes) == (1600, 400 * attributes)
-    network = loaded_network(ours, tmp_path)
-    assert network.config == ours.network
-    loaded = describe_weights(tmp_path / "ours.safetensors", ours.network)
+    theirs, (tensors, metadata) = released.airsplay(attributes) | own.get(name, {}), converted[name]
+    assert tensors.keys() == theirs.keys()
+    assert all(np.array_equal(tensors[key], value) for key, value in theirs.items())
+    network = loaded_network(converted[name], tmp_path)
+    assert dataclasses.asdict(network.config) == metadata["network"]
+    assert network.config.resnet.blocks == RESNET101.blocks
+    assert (network.config.num_classes, network.config.num_attributes) == (1600, 400 * attributes)
+    loaded = describe_weights(tmp_path / "ours.safetensors", network.config)
     assert loaded == load_weights(network, tmp_path / "ours.safetensors")
     anchors = "file" if released.ANCHORS in theirs else "generated"
     assert (loaded["release"], loaded["anchors"], loaded["attribute_head"]) == ("airsplay", anchors, attributes)
@@ -92,20 +93,20 @@ CONTAINERS = {
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_release_is_the_same_in_any_container(container: str, converted: dict[str, Converted], tmp_path: Path):
     CONTAINERS[container](tmp_path / "w", released.milvlg())
-    found, expected = convert(tmp_path / "w"), converted["milvlg"]
-    assert found.tensors.keys() == expected.tensors.keys()
-    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.tensors.items())
-    assert (found.release, found.network) == (MILVLG, expected.network)
+    (found, metadata), (expected, their_metadata) = convert(tmp_path / "w"), converted["milvlg"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert (metadata["release"], metadata["network"]) == ("milvlg", their_metadata["network"])
 
 
 def test_milvlgs_background_and_boxes_are_ordered_and_scaled_as_ours(converted: dict[str, Converted]):
     theirs = {name: torch.from_numpy(value) for name, value in released.milvlg().items()}
-    ours = converted["milvlg"].tensors
+    ours, metadata = converted["milvlg"]
     moved = {"cls_score": "cls_score", "cls_embedding": "cls_embed", "attr_score": "attr_linear2"}
     for name in ("cls_score.weight", "cls_score.bias", "cls_embedding.weight", "attr_score.weight", "attr_score.bias"):
         layer, _, part = name.partition(".")
         assert torch.equal(ours[HEAD + name], theirs[f"{HEAD}{moved[layer]}.{part}"].roll(-1, 0)), name
-    scale = torch.tensor(converted["milvlg"].network.box_weights)
+    scale = torch.tensor(metadata["network"]["box_weights"])
     for part in ("weight", "bias"):
         pairs = theirs[f"{RPN}objectness_logits.{part}"].unflatten(0, (2, 12))
         assert torch.equal(ours[f"{RPN}objectness_logits.{part}"], pairs[1] - pairs[0])
@@ -117,22 +118,22 @@ def test_milvlgs_background_and_boxes_are_ordered_and_scaled_as_ours(converted: 
 def test_milvlg_without_anchors_and_attributes_is_known_by_its_objectness_and_gets_caffes_anchors(tmp_path: Path):
     tensors = {n: value for n, value in released.milvlg().items() if not re.search("cls_embed|attr_|cell_anchors", n)}
     ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
-    assert (ours.release, ours.network.num_attributes) == (MILVLG, 0)
     network = loaded_network(ours, tmp_path)
+    assert (ours[1]["release"], network.config.num_attributes) == ("milvlg", 0)
     assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
     assert describe_weights(tmp_path / "ours.safetensors", network.config)["anchors"] == "generated"
 
 
 def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[str, Converted], tmp_path: Path):
-    ours, theirs = converted["vl-bert"], released.resnet()
-    assert ours.tensors.keys() == theirs.keys()
-    assert all(np.array_equal(ours.tensors[name], value) for name, value in theirs.items())
+    (ours, metadata), theirs = converted["vl-bert"], released.resnet()
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], value) for name, value in theirs.items())
     file = tmp_path / "resnet.safetensors"
-    write_weights(file, ours.tensors, ours.metadata)
+    write_weights(file, ours, metadata)
     config = dataclasses.replace(RESNET101, width=released.WIDTH, stem_pool="torch")
     load_resnet(ResNetC4(config), Res5(config), file)
     with pytest.raises(ValueError, match=r"has only a ResNet, .*model\.regions\.weights"):
-        load_weights(FasterRCNN.random_init(ours.network, 0), file)
+        load_weights(FasterRCNN.random_init(read_config(file), 0), file)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -217,11 +218,10 @@ def test_the_command_writes_one_file_with_names(files: dict[str, Path], tmp_path
 def test_verify_draws_each_image_and_prints_its_top_regions(
     converted: dict[str, Converted], tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    ours, weights = converted["airsplay"], tmp_path / "small.safetensors"
+    (tensors, metadata), weights = converted["airsplay"], tmp_path / "small.safetensors"
     sizes = {"short_side": 96, "long_side": 160, "post_nms": 12, "anchor_sizes": (16, 24, 32, 64)}
-    network = dataclasses.replace(ours.network, **sizes)
-    names = {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES, "network": dataclasses.asdict(network)}
-    write_weights(weights, ours.tensors, ours.metadata | names)
+    changes = {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES, "network": metadata["network"] | sizes}
+    write_weights(weights, tensors, metadata | changes)
     image, broken = tmp_path / "a.jpg", tmp_path / "broken.jpg"
     Image.fromarray(rectangles(120, 160, seed=0)).save(image)
     broken.write_bytes(b"<html>")
@@ -234,6 +234,6 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     named = [f"like {a} class of {n}" for a, n in zip(regions.attributes, regions.labels, strict=True)]
     assert re.findall(r"like \d+ class of \d+", printed) == named
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["a.jpg.png"]
-    write_weights(tmp_path / "unnamed.safetensors", ours.tensors, {})
+    write_weights(tmp_path / "unnamed.safetensors", tensors, {})
     with pytest.raises(SystemExit, match="does not describe the network of its weights; set preset"):
         verify.main([str(tmp_path / "unnamed.safetensors"), "x.jpg"])

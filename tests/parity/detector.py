@@ -21,9 +21,17 @@ from PIL import Image
 from torch import Tensor
 
 from detectors.detect import to_stored_pixels
-from detectors.faster_rcnn import STRIDE, FasterRCNN, FasterRCNNConfig, HeadOutputs, cell_anchors, grid_anchors
+from detectors.faster_rcnn import (
+    STRIDE,
+    FasterRCNN,
+    FasterRCNNConfig,
+    HeadOutputs,
+    cell_anchors,
+    grid_anchors,
+    regress_boxes,
+)
 from detectors.preprocess import PIXEL_MEAN_BGR, decode_bgr, resize, to_input
-from detectors.resnet import BATCH_NORM_EPS, ResNetConfig
+from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.select import SelectionSettings, find_overlaps, select_regions, surviving_confidence
 from tests.parity.cases import Row, apart, check_switches, not_run, standard_normal
 
@@ -125,7 +133,7 @@ class Stages:
         return self.network.roi_features(self.feed("c4")[None], [boxes])
 
     def _outputs(self, prefix: str) -> HeadOutputs:
-        return self.network.heads(self.feed(f"{prefix}_features"))
+        return self.network.roi_heads.box_predictor(self.feed(f"{prefix}_features"))
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -137,7 +145,7 @@ class Stages:
         """detectron2's inference: the boxes of every class, moved for it, above a score and after suppression."""
         keep, classes = torch.nonzero(self.probabilities > DETECTION_SCORE, as_tuple=True)
         scores, deltas = self.probabilities[keep, classes], self.feed("prop_bbox_deltas").unflatten(1, (-1, 4))
-        boxes = self.network.regress_boxes(self.feed("proposals")[keep], deltas[keep], classes, *self.size)
+        boxes = regress_boxes(self.network.config, self.feed("proposals")[keep], deltas[keep], classes, *self.size)
         best = torchvision.ops.batched_nms(boxes, scores, classes, DETECTION_NMS)[:DETECTIONS]
         return boxes[best], scores[best], classes[best], keep[best]
 
@@ -219,7 +227,7 @@ def read_config(metadata: dict) -> FasterRCNNConfig:
         "pooler": ("RoIPool 14x14 scale 1/16",),
         "res5": ("stride 1, conv2 dilation 2 padding 2",),
         "stem_pool": ("3x3 stride 2 pad 0 ceil_mode",),
-        "bn_eps": (BATCH_NORM_EPS,),
+        "bn_eps": (FrozenNorm(1).eps,),
     }
     check_switches(metadata, known, "meta.json")
     return FasterRCNNConfig(

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from tiny import tiny_sample
 
-from detectors.examples import BAD_IMAGE, read_bgr
+from detectors.examples import BAD_IMAGE, read_resized
+from detectors.faster_rcnn import DEMO
 from detectors.ground_truth import LabelledImage
 from vlbert.data.image_file import read_image
 
@@ -61,7 +62,7 @@ def test_ghostscript_is_never_started(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"photo.jpg is refused: .*\(not_image\)"):
         read_image(file)
     with pytest.raises(BAD_IMAGE):
-        read_bgr(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 2, ()))
+        read_resized(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 2, ()), DEMO)
     assert not mark.exists()
     with pytest.raises(subprocess.CalledProcessError), Image.open(file) as opened:  # it is hostile
         opened.load()
