@@ -35,9 +35,7 @@ class RegionConfig:
     # code. fixed: each to short_side x long_side (portrait: long_side x short_side), as in the authors' VCR. Features
     # near an image's right and lower border depend on this.
     padding: Literal["groups", "batch", "fixed"] = "groups"
-    exact_boxes: ClassVar[bool] = (
-        False  # as in VL-BERT's code: boxes are clipped to the last pixel of the resized image
-    )
+    exact_boxes: ClassVar[bool] = False  # as in VL-BERT's code: boxes are clipped to the resized image's last pixel
 
     def __post_init__(self):
         check_choices(self)

@@ -341,16 +341,3 @@ def test_metrics_are_named_after_the_convention(task):
     assert metrics([*named, unknown]) == metrics(named)
     assert metrics([unknown]) == {}
     assert set(metrics([row | {"exact": None} for row in named])) == {"accuracy_plain", "chance"}, "on detected regions"
-
-
-def test_the_submission_is_a_list_of_boxes(task, samples):
-    val = queries(task, samples, "val")
-    chosen = [(i, query) for i, query in zip((0, 0, 2, 2), val, strict=True)]
-    rows = [row for i, query in chosen for row in predict(task, [example(task, samples[i], query)], [[0.0, 1, 5]])]
-    ((name, written),) = task.submission(rows).items()
-    row, *_ = json.loads(written)
-    assert (name, row["sent_id"], row["ref_id"]) == ("predictions.json", 0, 0)
-    x, y, width, height = row["box_xywh"]
-    assert [x, y, x + width, y + height] == np.squeeze(val[0].expression.box).tolist()
-    with pytest.raises(ValueError, match="1 ids of val are missing in the predictions, such as 20;"):
-        task.submission([rows[0], rows[1], rows[3]])

@@ -198,7 +198,7 @@ def test_scores_are_those_of_each_pair_by_itself_whatever_the_block(config: Mode
         for sample, one in zip(samples, held_out, strict=True)
     ]
     with torch.no_grad():
-        found = [row["scores"] for row in model.predict(collate(examples))]
+        found = [np.frombuffer(row["scores"], np.float32) for row in model.predict(collate(examples))]
         for example, scores in zip(examples, found, strict=True):
             for text, score in zip(held_out[0].candidates, scores, strict=True):
                 own = dataclasses.replace(example.text, tokens=text, segments=text * 0, token_region=text * 0)
@@ -228,7 +228,7 @@ def test_scores_are_not_rounded_to_the_precision_of_the_run():
 def scored_image(name: str, first: int, images: int, scores: np.ndarray | list[float]) -> dict:
     """A row of `predict`, of an image with two captions."""
     given = {"image": f"{name}.jpg", "captions": (f"{name}1", f"{name}2"), "first": first, "images": images}
-    return {"key": name, "scores": np.array(scores, np.float32)} | given
+    return {"key": name, "scores": np.array(scores, np.float32).tobytes()} | given
 
 
 def test_images_that_cannot_be_read_take_their_captions_along():

@@ -19,10 +19,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
 
 def interval(scores: np.ndarray) -> Interval:
     """Return the mean of scores [seeds, examples] with its 95 % confidence interval.

@@ -146,7 +146,7 @@ def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int,
     if not seeds:
         return pair | {"mean": None, "low": None, "high": None, "differs": None}
     difference = interval(_stack_scores(minuend, seeds, subtrahend))
-    return pair | asdict(difference) | {"differs": difference.excludes_zero}
+    return pair | asdict(difference) | {"differs": not difference.low <= 0 <= difference.high}
 
 
 def _stack_scores(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vlbert.datasets.files import read_text
+
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -37,13 +39,7 @@ class Vocabulary:
     @classmethod
     def read(cls, file: str | Path) -> "Vocabulary":
         """Read a vocab.txt, which has one token per line. A token's id is its line number, counted from 0."""
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ValueError(f"there is no vocabulary {file}; name BERT's vocab.txt, one token per line") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not a vocab.txt: it is not UTF-8 ({error})") from error
-        return cls(text.splitlines(), source=str(file))
+        return cls(read_text(Path(file), "the vocabulary (BERT's vocab.txt)").splitlines(), source=str(file))
 
     @classmethod
     def build(cls, texts: Callable[[], Iterable[str]], size: int) -> "Vocabulary":

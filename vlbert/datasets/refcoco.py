@@ -1,6 +1,5 @@
 """RefCOCO+'s files, and the scoring of predicted boxes. Error messages name the file and entry, and say what to do."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from storage.pickles import UnsafePickle, read_pickle
-from vlbert.datasets.files import check_ids, check_unique, open_task_file, parse_entries, read_json
+from vlbert.datasets.files import check_unique, open_task_file, parse_entries, read_json
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image as the data set ships it
@@ -134,18 +133,6 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
         values["exact"] = [row["exact"] for row in known]
     values["chance"] = [1 / row["candidates"] if row["candidates"] else 0.0 for row in known]
     return {name: float(np.mean(numbers)) for name, numbers in values.items()}
-
-
-def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
-    """Return the file predictions.json for other scorers: a list of {sent_id, ref_id, box_xywh}.
-
-    There is no leaderboard. Raises ValueError unless each expression of the splits has exactly one row.
-    """
-    splits = sorted({row["split"] for row in rows})
-    expected = [one.sentence_id for split in splits for _, one in list_expressions(expressions, split, folder)]
-    check_ids((row["sentence_id"] for row in rows), expected, "the predictions", ", ".join(splits))
-    predictions = [{"sent_id": r["sentence_id"], "ref_id": r["ref_id"], "box_xywh": r["box_xywh"]} for r in rows]
-    return {"predictions.json": json.dumps(predictions).encode()}
 
 
 def list_expressions(expressions: Expressions, split: str, folder: Path) -> list[tuple[str, Expression]]:

@@ -1,6 +1,6 @@
 """Save the predictions of an unfinished evaluation in blocks, so that a crash loses at most a minute of work.
 
-FOLDER/blocks-<id>/<first example>.mp    the predictions of some batches: msgpack, arrays as [dtype, shape, bytes]
+FOLDER/blocks-<id>/<first example>.mp    the predictions of some batches: msgpack, arrays as lists
 
 The id is a hash of everything that affects the predictions. Batches do not depend on the world size, so an evaluation
 can resume with a different number of processes. The files are deleted after metrics.json is written.
@@ -20,7 +20,6 @@ from training.log import Unreadable
 from vlbert.validate import Predicted
 
 _SECONDS = 60.0  # minimum time between two files of a process
-_ARRAY = 1  # msgpack extension type of arrays
 
 
 class Blocks:
@@ -40,7 +39,7 @@ class Blocks:
         saved = {}
         for info in self.store.list(self.prefix):
             try:
-                batches = msgpack.unpackb(self.store.get(info.path), ext_hook=_to_array, strict_map_key=False)
+                batches = msgpack.unpackb(self.store.get(info.path), strict_map_key=False)
                 saved |= {first: _from_plain(plain) for first, plain in batches.items()}
             except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
                 raise ValueError(f"{self.store.uri(info.path)} is damaged ({error}); delete it") from error
@@ -74,13 +73,6 @@ def _from_plain(plain: list) -> Predicted:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Predicted | Unreadable):
         return list(vars(value).values())  # in the order of the fields
-    if isinstance(value, np.generic):
-        return value.item()
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"a prediction contains a {type(value).__name__}; it must be a plain value or an array")
-    return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, value.shape, value.tobytes()]))
-
-
-def _to_array(kind: int, data: bytes) -> np.ndarray:
-    dtype, shape, raw = msgpack.unpackb(data)
-    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a prediction contains a {type(value).__name__}; it must be a plain value or an array")

@@ -21,51 +21,30 @@ class ModelNotReadable(OSError, ValueError):
 def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> str:
     """Return a model's local folder. If the model is on the Hub, download its `files` first, all from the same commit.
 
-    `hub` has keyword arguments for `snapshot_download`. Raises TypeError if it has a name that is not in HUB, and
-    ModelNotReadable if there is no such model.
+    The folder of a run, ROOT/runs/RUN, stands for its newest checkpoint. `hub` has keyword arguments for
+    `snapshot_download`. Raises TypeError if it has a name that is not in HUB, and ModelNotReadable if there is no such
+    model.
     """
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")
-    folder = find_folder(name)
-    if Path(folder).is_dir():
-        return folder
+    path = Path(name).expanduser()
+    if (path / CONFIG).is_file() or (path / PROCESSOR).is_file():
+        return str(path)
+    if path.is_dir() or (path.name == "best" and path.parent.is_dir()):
+        try:
+            store, folder = find_checkpoint(str(path.absolute()))
+        except ValueError as error:
+            raise ModelNotReadable(str(error)) from error
+        return store.uri(folder).rstrip("/")
     try:
-        downloaded = snapshot_download(folder, allow_patterns=list(files), **hub)
+        downloaded = snapshot_download(str(name), allow_patterns=list(files), **hub)
         reason = f"it has no {CONFIG}"
     except (HFValidationError, OSError) as error:
         downloaded, reason = "", str(error).strip().split("\n")[0]
     if not downloaded or not Path(downloaded, CONFIG).is_file():
-        local = Path(folder).absolute()
         raise ModelNotReadable(
-            f"{name} is neither a folder nor a model on the Hub ({reason}); there is no folder {local}"
+            f"{name} is neither a folder nor a model on the Hub ({reason}); there is no folder {path.absolute()}; name "
+            "the folder of a model, of a run (ROOT/runs/RUN) or of a checkpoint (ROOT/runs/RUN/step-*), or a model on "
+            "the Hub (OWNER/NAME)"
         )
     return downloaded
-
-
-def find_folder(name: str | os.PathLike) -> str:
-    """Return the path of a model's local folder. The name of a model on the Hub is returned unchanged.
-
-    The folder of a run, ROOT/runs/RUN, stands for its newest checkpoint. Raises ModelNotReadable if a local folder is
-    missing or holds no model.
-    """
-    path = Path(name).expanduser()
-    if (path / CONFIG).is_file() or (path / PROCESSOR).is_file():
-        return str(path)
-    if not (path.is_dir() or _is_local(str(name))):
-        return str(name)
-    if not (path.is_dir() or (path.name == "best" and path.parent.is_dir())):
-        raise ModelNotReadable(
-            f"there is no folder {path.absolute()}; name the folder of a model, of a run (ROOT/runs/RUN) or of a "
-            "checkpoint (ROOT/runs/RUN/step-*), or a model on the Hub (OWNER/NAME)"
-        )
-    try:
-        store, folder = find_checkpoint(str(path.absolute()))
-    except ValueError as error:
-        raise ModelNotReadable(str(error)) from error
-    return store.uri(folder).rstrip("/")
-
-
-def _is_local(name: str) -> bool:
-    """Return True if `name` cannot be a Hub name, or if it has the form OWNER/NAME and OWNER is a local folder."""
-    owner, _, rest = name.partition("/")
-    return name.startswith(("/", ".", "~")) or "/" in rest or "://" in name or (bool(rest) and Path(owner).is_dir())

@@ -78,7 +78,7 @@ class Ranker(Predictor):
         """Return the probability that each text fits the image, float64 [texts]."""
         with torch.inference_mode():
             (row,) = self.model.predict(self.make_batch(sample, annotation))
-        return 1 / (1 + np.exp(-row["scores"].astype(np.float64)))
+        return 1 / (1 + np.exp(-np.frombuffer(row["scores"], np.float32).astype(np.float64)))
 
 
 def ranking_recipe(checkpoint: Checkpoint) -> Recipe | None:

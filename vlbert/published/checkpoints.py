@@ -5,7 +5,7 @@ vlbert.py and vilbert.py map the keys of the authors' files to our tensors. conv
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -17,8 +17,6 @@ from vlbert.config import ModelConfig
 from vlbert.model.heads import Pooler
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks import make_task
-from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
-from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 COUNTER = ".num_batches_tracked"  # unused in frozen norms
 CLASSES = 1601  # classes of the Visual Genome detector, background first
@@ -53,22 +51,11 @@ class Published(ABC):
     kind: ClassVar[str]  # name of the model in messages
     state_key: ClassVar[str | None] = None  # key of the state dict in a file; None: the file is the state dict
     optional: ClassVar[tuple[str, ...]] = ()  # our names of tensors that a file may lack; they become zeros
-    # Fields of the model that no tensor shows, because they are in the authors' configuration.
-    configured: ClassVar[frozenset[str]] = frozenset()
-
-    @property
-    def hints(self) -> Hints:
-        """The hints that `from_shapes` needs to infer this model."""
-        return Hints((self.model.num_heads,))
 
     @staticmethod
     @abstractmethod
     def plain_name(key: str) -> str:
         """Remove the prefixes of training wrappers from a key, and rename it as in the authors' latest code."""
-
-    def in_file(self, name: str) -> str:
-        """Return the key under which the authors' code saves the tensor with this plain name."""
-        return name
 
     @classmethod
     @abstractmethod
@@ -79,26 +66,12 @@ class Published(ABC):
         """Make a new head for the model's task."""
         if self.task is None:
             return nn.ModuleDict({"pooler": Pooler(self.model)})
-        if isinstance(self.task, PretrainingSettings):
-            return PretrainingHead(self.model, self.task, self.vocab_size, self.num_classes)
-        if isinstance(self.task, VCRSettings):
-            return VCRHead(self.model, self.task)
-        no_words: Any = None  # heads of other tasks need no vocabulary
-        return make_task(self.task, no_words, self.num_classes).head(self.model)
+        words: Any = range(self.vocab_size)  # a head needs only how many there are
+        return make_task(self.task, words, self.num_classes).head(self.model)
 
     @abstractmethod
     def entries(self) -> list[dict]:
-        """Return the entries of the conversion report (see convert.py) for a float32 file whose keys are plain names.
-
-        Raises ValueError if one of our tensors has no counterpart in the authors' code.
-        """
-
-    @staticmethod
-    def make_entries(theirs: Mapping[str, str | None]) -> list[dict]:
-        """Make float32 report entries from a dict {our name: plain name}. Raises ValueError if a plain name is None."""
-        if unknown := [name for name, key in theirs.items() if key is None]:
-            raise ValueError(f"their code has no such model: it lacks {unknown[0]}")
-        return [{"theirs": key, "dtype": "float32", "ours": name} for name, key in theirs.items()]
+        """Return the conversion report's entries (see convert.py) for a float32 file whose keys are plain names."""
 
     @cached_property
     def skeleton(self) -> dict[str, Tensor]:

@@ -23,15 +23,13 @@ from torch import Tensor
 from detectors.weights.tensor_files import read_tensors
 from storage.programs import Command, Positional
 from storage.safe_json import parse_json
-from storage.settings import differing_fields, from_json, to_json
+from storage.settings import to_json
 from training.checkpoint import load_tensors
-from vlbert.checkpoint import CONFIG, Checkpoint, check_tensors, model_files, read_model
-from vlbert.config import architecture
+from vlbert.checkpoint import CONFIG, model_files, read_model
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.published.checkpoints import COUNTER, NO_HINTS, Hints, Published, has_any
-from vlbert.published.vilbert import TASKS, PublishedViLBert, is_vilbert
+from vlbert.published.checkpoints import NO_HINTS, Hints, Published, has_any
+from vlbert.published.vilbert import PublishedViLBert, is_vilbert
 from vlbert.published.vlbert import PublishedVLBert
-from vlbert.tasks.retrieval import RetrievalSettings
 
 REPORT, KEPT = "published.json", "published.safetensors"
 
@@ -58,7 +56,7 @@ def convert(theirs: dict[str, Tensor], published: Published, source: str) -> tup
         if "ours" in entry:
             tensors[entry["ours"]] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     problems += [
-        f"{published.in_file(name)}: it is missing"
+        f"{name}: it is missing"
         for name, entry in expected.items()
         if name not in times and "ours" in entry and entry["ours"] not in {*tensors, *published.optional}
     ]
@@ -94,26 +92,27 @@ def _dtype(tensor: Tensor) -> str:
 def restore(tensors: dict[str, Tensor], kept: dict[str, Tensor], report: list[dict], source: str) -> dict[str, Tensor]:
     """Convert our tensors back to the authors' tensors, with the keys and dtypes in the report.
 
-    `kept` has the tensors without a counterpart here, by key. If one is missing, zeros are used. `source` names the
-    report in messages. Raises ValueError if the report does not fit the tensors.
+    `kept` has the tensors without a counterpart here, by key. `source` names the report in messages. Raises ValueError
+    if the report does not fit the tensors.
     """
     restored: dict[str, Tensor] = {}
     converted: dict[tuple[str, str], Tensor] = {}  # keys of identical tensors share memory, and are stored once
     for entry in report:
-        key, dtype, ours = entry["theirs"], getattr(torch, entry["dtype"]), entry.get("ours")
+        key, dtype = entry["theirs"], getattr(torch, entry["dtype"])
+        known, name = (kept, key) if "kept" in entry else (tensors, entry.get("ours"))
+        if name not in known:
+            raise ValueError(f"{source} is not of this model: it names {name}. Convert the authors' file again")
         if "kept" in entry:
-            restored[key] = kept[key] if key in kept else torch.zeros(entry["kept"], dtype=dtype)
+            restored[key] = kept[key]
             continue
-        if ours not in tensors:
-            raise ValueError(f"{source} is not of this model: it names {ours}. Delete it to convert without it")
-        if (ours, entry["dtype"]) not in converted:
-            tensor = converted[ours, entry["dtype"]] = tensors[ours].to(dtype)
-            if not torch.equal(tensor.float(), tensors[ours]):
+        if (name, entry["dtype"]) not in converted:
+            tensor = converted[name, entry["dtype"]] = tensors[name].to(dtype)
+            if not torch.equal(tensor.float(), tensors[name]):
                 raise ValueError(
-                    f"{source} says that {key} was {entry['dtype']}, which cannot hold the current {ours}: the weights "
-                    "have changed since. Delete it to convert all tensors to float32"
+                    f"{source} says that {key} was {entry['dtype']}, which cannot hold the current {name}: the weights "
+                    "have changed since. Convert the authors' file again"
                 )
-        restored[key] = converted[ours, entry["dtype"]]
+        restored[key] = converted[name, entry["dtype"]]
     return restored
 
 
@@ -160,60 +159,24 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
 
 
 def to_theirs(folder: Path, file: Path) -> list[dict]:
-    """Convert a model folder to a file for the authors' code. Returns a report like `convert`'s.
+    """Convert a folder that `to_ours` made back to the authors' file. Returns `convert`'s report.
 
-    If `to_ours` made the folder, the tensors are bit-identical to the published ones. Raises ValueError if the authors'
-    code does not support the model.
+    The tensors are bit-identical to the published ones. Raises ValueError if the folder has no report, or if its
+    weights have changed.
     """
     if file.exists():
         raise ValueError(f"{file} already exists; give a new name")
-    saved = read_model(folder)
-    published, written = _to_published(saved, folder), folder / REPORT
-    tensors = {name: tensor for name, tensor in saved.model.items() if not name.endswith(COUNTER)}
-    wanted = published.skeleton
-    check_tensors(wanted, tensors, str(folder))
-    kept: dict[str, Tensor] = {}
-    if written.is_file():
-        report = parse_json(written.read_bytes(), str(written), list)
-        kept = load_tensors(saved.folder, KEPT) if any("kept" in entry for entry in report) else {}
-    else:
-        report = [entry | {"theirs": published.in_file(entry["theirs"])} for entry in published.entries()]
-        ours = {published.plain_name(entry["theirs"]): entry["ours"] for entry in report if "ours" in entry}
-        _check_supported(published, {name: tuple(wanted[own].shape) for name, own in ours.items()})
-    restored = restore(tensors, kept, report, str(written))
+    saved, written = read_model(folder), folder / REPORT
+    if not written.is_file():
+        raise ValueError(f"{folder} has no {REPORT}: only converted checkpoints can be converted back")
+    report = parse_json(written.read_bytes(), str(written), list)
+    kept = load_tensors(saved.folder, KEPT) if any("kept" in entry for entry in report) else {}
+    restored = restore(saved.model, kept, report, str(written))
+    kind = PublishedViLBert if saved.model_config.embedding == "separate" else PublishedVLBert
     part = file.with_name(f"{file.name}.part")
-    torch.save({published.state_key: restored} if published.state_key else restored, part)
+    torch.save({kind.state_key: restored} if kind.state_key else restored, part)
     part.rename(file)
     return report
-
-
-def _to_published(saved: Checkpoint, folder: Path) -> Published:
-    """Make a Published from one of our models. Raises ValueError if the authors' code lacks the model's task."""
-    config, uri = saved.config, f"{folder}/{CONFIG}"
-    kinds = {kind.__name__: kind for kind in TASKS.values()}
-    vilbert = saved.model_config.embedding == "separate"
-    if vilbert and "task" not in config and any(name.startswith("head.") for name in saved.model):
-        return PublishedViLBert(None, saved.model_config, saved.vocab_size, saved.num_classes)
-    if config.get("task") not in kinds:
-        raise ValueError(f"{uri} names no task, but every file of the authors has one; convert a run's checkpoint")
-    task = from_json(kinds[config["task"]], saved.task_settings, uri)
-    if vilbert:
-        return PublishedViLBert(task, saved.model_config, saved.vocab_size, saved.num_classes)
-    if isinstance(task, RetrievalSettings):
-        raise ValueError(f"{uri} is of a VL-BERT for retrieval, which the authors' code does not have")
-    return PublishedVLBert(task, saved.model_config, saved.vocab_size)
-
-
-def _check_supported(published: Published, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if the model has a setting that the authors' code does not support."""
-    inferred = published.from_shapes(shapes, published.hints)
-    for name, ours, theirs in differing_fields(architecture(published.model), architecture(inferred.model)):
-        stages = name.startswith("regions.resnet.") and not name.endswith((".blocks", ".width", ".stem_pool"))
-        if not stages and name not in published.configured:
-            raise ValueError(f"their code has no such model: model.{name} is {ours}, theirs is {theirs}")
-    differing = published.head().state_dict().keys() ^ inferred.head().state_dict().keys()
-    if differing:
-        raise ValueError(f"their code has no such model: only one of the two has head.{min(differing)}")
 
 
 def convert_checkpoint(
@@ -225,10 +188,10 @@ def convert_checkpoint(
     task_token: int | None = None,
     fusion_method: Literal["mul", "sum"] = "mul",
 ) -> None:
-    """Convert a published VL-BERT or ViLBERT checkpoint to a model folder of this project, or the reverse.
+    """Convert a published VL-BERT or ViLBERT checkpoint to a model folder of this project, or such a folder back.
 
     Args:
-        source: a published checkpoint file, or a model folder
+        source: a published checkpoint file, or a folder that was made from one
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
         num_heads: number of attention heads, if not the published one; ViLBERT has three (text, regions, co-attention)

@@ -100,7 +100,6 @@ _RECIPES = {
     "refcoco": finetune_refcoco_vilbert,
     "retrieval": finetune_retrieval_vilbert,
 }
-TASKS = {name: type(recipe().task) for name, recipe in _RECIPES.items()}  # name -> settings class
 
 
 def layer_names(layers: str) -> Iterator[tuple[str, str]]:
@@ -125,10 +124,9 @@ def map_names(layers: str) -> dict[str, str]:
 
 
 def map_task_names(task: Any) -> dict[str, str]:
-    """Map the authors' parameter names to ours for a task's classifier. Returns {} if their code lacks it."""
+    """Map the authors' parameter names to ours for the classifier of a fine-tuned task; {} in pre-training."""
     if isinstance(task, VQASettings):
-        known = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}
-        layers, kinds = known.get(task.classifier, ({}, {}))
+        layers, kinds = {"weight_norm": _ANSWERS, "gelu_norm": _ANSWERS_OF_MULTI_TASK}[task.classifier]
         return {
             f"vil_prediction.{layer}.{kind}": f"head.classifier.{ours}.{our_kind}"
             for layer, ours in layers.items()
@@ -149,18 +147,6 @@ class PublishedViLBert(Published):
     other_heads: Shapes = field(default_factory=dict)  # of other tasks, in a fine-tuned file
 
     kind: ClassVar[str] = "ViLBERT"
-    configured: ClassVar[frozenset[str]] = frozenset(
-        {"layers", "num_heads", "region_num_heads", "coattention_num_heads", "task_token"}
-    )
-
-    @property
-    def hints(self) -> Hints:
-        model = self.model
-        heads = (model.num_heads, model.regions_stream.num_heads, model.coattention.num_heads)
-        name = next((name for name, kind in TASKS.items() if isinstance(self.task, kind)), None)
-        fine_tuned = None if name == "pretraining" else name
-        fusion_method = "sum" if model.pooler == "sum" else "mul"
-        return Hints(heads[:1] if "J" in model.layers else heads, fine_tuned, model.task_token, fusion_method)
 
     @staticmethod
     def plain_name(key: str) -> str:
@@ -198,7 +184,7 @@ class PublishedViLBert(Published):
 
     def entries(self) -> list[dict]:
         theirs = {name: key for key, name in (map_names(self.model.layers) | map_task_names(self.task)).items()}
-        entries = self.make_entries({name: theirs.get(name) for name in self.skeleton})
+        entries = [{"theirs": theirs[name], "dtype": "float32", "ours": name} for name in self.skeleton]
         if self.task is not None:
             entries += [entry | {"theirs": _DECODER} for entry in entries if entry["theirs"] == _WORDS]
         kept = self._unused_layers() | self.other_heads

@@ -98,20 +98,11 @@ class PublishedVLBert(Published):
     kind: ClassVar[str] = "VL-BERT"
     state_key: ClassVar[str | None] = "state_dict"
     optional: ClassVar[tuple[str, ...]] = _TEXT_ONLY
-    configured: ClassVar[frozenset[str]] = frozenset(
-        {"num_heads", "regions.features", "regions.masking", "regions.roi_size"}
-        | {"regions.pixel_mean", "regions.pixel_std"}
-    )
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """Remove the prefixes of training wrappers and VCR's "_module." (see `in_file`) from a key."""
+        """Remove the prefixes of training wrappers from a key, and the "_module." that only VCR models have."""
         return re.sub(r"^vlbert\._module\.", "vlbert.", strip_wrappers(key))
-
-    def in_file(self, name: str) -> str:
-        """Return the authors' key for a plain name. Keys of VCR models contain "_module.", from a wrapper."""
-        name = re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
-        return f"module.{name}"
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, hints: Hints = NO_HINTS) -> "PublishedVLBert":
@@ -153,8 +144,8 @@ class PublishedVLBert(Published):
     def entries(self) -> list[dict]:
         pretraining = isinstance(self.task, PretrainingSettings)
         unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
-        pairs = self.prefix_pairs()
-        entries = self.make_entries({name: _rename(name, pairs) for name in self.skeleton if name not in unread})
+        pairs, names = self.prefix_pairs(), [name for name in self.skeleton if name not in unread]
+        entries: list[dict] = [{"theirs": _rename(name, pairs), "dtype": "float32", "ours": name} for name in names]
         norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
         entries += [{"theirs": f"{norm}{COUNTER}", "dtype": "int64", "kept": []} for norm in norms]
         for alias, name in _ALIASES.items():
@@ -163,12 +154,12 @@ class PublishedVLBert(Published):
         return entries
 
 
-def _rename(name: str, pairs: list[tuple[str, str]]) -> str | None:
-    """Replace our prefix in a tensor name with the authors' prefix. Returns None if no prefix in `pairs` matches."""
+def _rename(name: str, pairs: list[tuple[str, str]]) -> str:
+    """Replace our prefix in a tensor name with the authors' prefix."""
     for theirs, ours in pairs:
         if match := re.match(re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
             return theirs.format(*match.groups()) + name[match.end() :]
-    return None
+    raise KeyError(name)
 
 
 def _infer_regions(shapes: Shapes, task: Any) -> RegionConfig:

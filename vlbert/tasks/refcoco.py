@@ -217,9 +217,6 @@ class RefCOCO(Task):
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         return refcoco.metrics(rows)
 
-    def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        return refcoco.submission(self.expressions, rows, self.folder)
-
     def reported(self, split: str) -> dict[str, str]:
         text = refcoco.REPORTED[self.settings.regions].get(split)
         return {f"accuracy_{self.settings.iou}": text} if text else {}

@@ -225,14 +225,14 @@ class Retrieval(Task):
     # --- predictions --------------------------------------------------------------------------------------------------
 
     def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
-        """Return a dict per image for `assemble`: `key`, `scores` (float32 [candidates]) and fields of HeldOutImage."""
+        """Return a dict per image for `assemble`: `key`, `scores` (float32 bytes) and fields of HeldOutImage."""
         ranked: list[HeldOutImage] = [metadata["ranked"] for metadata in batch.metadata]
         candidates, appearance = ranked[0].candidates, vlbert.appearance(batch)
         size, scores_of_blocks = max(1, self.settings.rows_at_once // len(batch.image_rows)), []
         for start in range(0, len(candidates), size):
             block = with_texts(batch, candidates[start : start + size])
             scores_of_blocks.append(head(vlbert(block, appearance=appearance)).view(len(batch.image_rows), -1))
-        scores = torch.cat(scores_of_blocks, dim=1)[batch.image_of].cpu().numpy()  # (N, candidates)
+        scores = map(bytes, torch.cat(scores_of_blocks, dim=1)[batch.image_of].cpu().numpy())  # of all candidates
         rows, fields = zip(batch.keys, ranked, scores, strict=True), ("image", "captions", "first", "images")
         return [{"key": key, "scores": row} | {f: getattr(image, f) for f in fields} for key, image, row in rows]
 
@@ -262,7 +262,8 @@ class Retrieval(Task):
         rows = sorted(rows, key=lambda row: row["first"])
         readable = np.concatenate([row["first"] + np.arange(len(row["captions"])) for row in rows])
         image_of = np.repeat(np.arange(len(rows)), [len(row["captions"]) for row in rows])
-        scores = np.stack([row["scores"] for row in rows])[:, readable]  # without captions of unreadable images
+        all_scores = np.stack([np.frombuffer(row["scores"], np.float32) for row in rows])
+        scores = all_scores[:, readable]  # without captions of unreadable images
         texts = [text for row in rows for text in row["captions"]]
         overall, best_images = retrieval.ranks(scores, image_of), scores.argmax(axis=0)
         folds = rows[0]["images"] // self.settings.fold
