@@ -316,23 +316,29 @@ def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
     image. Each text is the token ids of one sentence, int64 [t], including special tokens.
     """
     device, images = batch.tokens.device, len(batch.image_rows)
-    of_texts = collate([Example("", TextInput.of_one_sentence(text)) for text in texts]).to(device)
+    tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
+    mask = _pad([np.ones(len(text), bool) for text in texts], range(len(texts)), len(texts), tokens.shape[1])
+    zeros = torch.zeros_like(tokens).repeat(images, 1)
     rows = batch.image_rows.repeat_interleave(len(texts))
     numbers = torch.arange(images, device=device)
     regions = [batch.sizes.regions[row] for row in batch.image_rows.tolist() for _ in texts]
-    by_text = ("tokens", "text_mask", "segments", "token_region")
-    by_image = ("boxes", "region_mask", "region_masked", "region_classes")
-    tensors = {name: getattr(of_texts, name).repeat(images, 1) for name in by_text}
-    tensors |= {name: getattr(batch, name)[rows] for name in by_image}
+    sizes = Sizes(tuple(len(text) for text in texts) * images, tuple(regions), {}, batch.sizes.images)
     return dataclasses.replace(
         batch,
-        **tensors,
+        tokens=tokens.repeat(images, 1),
+        text_mask=mask.to(device).repeat(images, 1),
+        segments=zeros,
+        token_region=zeros,
+        boxes=batch.boxes[rows],
+        region_mask=batch.region_mask[rows],
+        region_masked=batch.region_masked[rows],
+        region_classes=batch.region_classes[rows],
         image_of=numbers.repeat_interleave(len(texts)),
         image_rows=numbers * len(texts),
         counted=torch.arange(len(rows), device=device),
         labelled={},
         labels={},
-        sizes=Sizes(of_texts.sizes.tokens * images, tuple(regions), {}, batch.sizes.images),
+        sizes=sizes,
     )
 
 
