@@ -147,11 +147,11 @@ def _open_members(path: Path) -> FeatureRows:
     found = [n for n in (archive.namelist() if archive else sorted(os.listdir(path))) if not stem_of(n).startswith(".")]
     members = [name for name in found if name.endswith((".json", ".npz"))]
     if not members:
-        has = f"has neither an LMDB's data.mdb nor a *.json or *.npz file for each image, but {_describe_names(found)}"
+        fix = "unpack it, and give the files with the features" if archive else "give the files with the features"
         if any(name.endswith(".npy") for name in found):
             fix = "give the folder of this .npz" if archive else "convert .npy files with mmf's lmdb_conversion.py"
-            raise UnusableFile(f"{has}; {fix}")
-        raise UnusableFile(f"{has}; {'unpack it, and ' if archive else ''}give the files with the features themselves")
+        names = printable(", ".join(found[:3]) or "nothing")
+        raise UnusableFile(f"has neither data.mdb of an LMDB nor *.json or *.npz of each image, but {names}; {fix}")
 
     def sha256() -> str:
         if archive:
@@ -186,8 +186,7 @@ def _open_lmdb(path: Path) -> FeatureRows:
             value = bytes(transaction.get(keys[row], b""))
         if value.startswith(b"PK"):
             return _read_npz(value)
-        # Maps of msgpack begin with other bytes than pickles do.
-        is_msgpack = value[:1] in _MSGPACK_MAPS
+        is_msgpack = value[:1] in _MSGPACK_MAPS  # with which no pickle begins
         entry = msgpack.unpackb(value, object_hook=_unpack_array) if is_msgpack else read_pickle(value)
         if not isinstance(entry, dict):
             raise ValueError(f"is {short_repr(entry)}, not a dict of fields; write each value with its name")
@@ -238,14 +237,8 @@ def _unpack_array(packed: dict[Any, Any]) -> Any:
     """Convert a map of the library msgpack_numpy to its array. Other maps are returned unchanged."""
     if b"nd" not in packed:
         return packed
-    kind = packed[b"type"]
-    if type(kind) is not str or not re.fullmatch(r"[<|][fiu][1248]", kind):
-        raise ValueError(f"holds an array of {short_repr(kind)}, not of numbers")
-    return np.frombuffer(packed[b"data"], kind).reshape(packed.get(b"shape", ()))
-
-
-def _describe_names(names: Sequence[str]) -> str:
-    return printable(", ".join(names[:3])) + (" ..." if len(names) > 3 else "") if names else "nothing"
+    # frombuffer refuses objects, and imported.py other types than numbers.
+    return np.frombuffer(packed[b"data"], packed[b"type"]).reshape(packed.get(b"shape", ()))
 
 
 def _unquote(value: str | bytes) -> str:

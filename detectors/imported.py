@@ -106,9 +106,9 @@ class ImportedDetector:
         return _scale_to_sample(regions, size, sample, file.location(number))
 
     def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int] | None, Regions]:
-        """Return the width and height of a row's image, and its regions. Raises ValueError if the row is unusable.
+        """Return the (width, height) of a row's image, or None if its boxes are fractions, and its regions.
 
-        The size is None if the boxes are fractions of the image.
+        Raises ValueError if the row is unusable.
         """
         try:
             return self._make_regions(file.read(number))
@@ -163,9 +163,8 @@ class ImportedDetector:
 
 
 def _scale_to_sample(regions: Regions, size: tuple[int, int] | None, sample: Sample, location: str) -> Regions | str:
-    """Scale the regions of an image of `size` (width, height) to the sample's size, and sort them by score.
+    """Scale the regions of an image of `size` (width, height; None: fractions) to the sample's, and sort them by score.
 
-    If `size` is None, the boxes are fractions of the image.
     Returns `status: detail` if the proportions differ or no box has an area.
     """
     width, height = size or (1, 1)
@@ -191,9 +190,9 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int] | None, sample: Sam
 
 
 def _check_boxes(boxes: np.ndarray, size: tuple[int, int] | None) -> None:
-    """Raise ValueError if boxes are not in pixels, have swapped corners, or exceed the image by more than a pixel.
+    """Raise ValueError if boxes have swapped corners, or exceed an image of `size` (width, height) by over a pixel.
 
-    If `size` (width, height) is None, boxes are fractions of the image, and exceed it by up to 0.01.
+    They must be in pixels or, if `size` is None, in fractions.
     """
     if not len(boxes):
         return
@@ -274,12 +273,10 @@ def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
         if value.dtype.kind not in ("iu" if kind is np.int64 else "fiu"):
             raise ValueError(f"has {name} of type {value.dtype}, not {np.dtype(kind).name}")
         return value.astype(kind)
-    if not isinstance(value, str | bytes):
+    if not isinstance(value, str):
         raise ValueError(f"has {name} {short_repr(value)}, which are neither an array nor base64")
     try:
-        # Not with validate=False, which would skip any other character.
-        text = "".join(value.split()) if isinstance(value, str) else b"".join(value.split())
-        return np.frombuffer(base64.b64decode(text, validate=True), dtype)
+        return np.frombuffer(base64.b64decode("".join(value.split()), validate=True), dtype)
     except ValueError as error:
         raise ValueError(f"has {name} that are not base64 of {np.dtype(kind).name}, or truncated ({error})") from error
 

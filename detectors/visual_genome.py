@@ -80,11 +80,10 @@ def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Co
 
 
 def _mark_repeated(pairs: list[tuple[str, Any]]) -> dict[str | None, Any]:
-    """Return the pairs as a dict, with the first repeated name, if any, as the value of None."""
+    """Return the pairs as a dict, with a repeated name, if any, as the value of None."""
     entry: dict[str | None, Any] = dict(pairs)
     if len(entry) < len(pairs):
-        names = [name for name, _ in pairs]
-        entry[None] = next(name for name in names if names.count(name) > 1)
+        ((entry[None], _),) = Counter(name for name, _ in pairs).most_common(1)
     return entry
 
 

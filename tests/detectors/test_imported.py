@@ -167,6 +167,18 @@ def test_an_image_finds_its_row_as_the_setting_says(match: str, name: str, url: 
     assert found or regions.startswith(f"no_features: no row has the {match} of ")
 
 
+def test_half_a_file_is_seen_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture):
+    commit_images(tmp_path / "root", [[a_sample(number) for number in range(4)]])
+    file = write_tsv(tmp_path / "f.tsv", [features_of(number) for number in range(2)])
+    main([str(tmp_path / "root"), "captions", *fields_of(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("captions: 1 of 1 shards: 10 regions, 2 no_features, 2 ok; ")
+    assert lines[1].endswith(", all rows: 2 no_features, 2 ok")
+    assert lines[2].startswith(
+        "captions: 2 of 4 images have no regions, such as no_features: no row has the file_name of"
+    )
+
+
 def test_several_files_are_one_detector(tmp_path: Path):
     files = [write_tsv(tmp_path / f"{n}.tsv", [features_of(n), features_of(9, boxes=2 + n)]) for n in range(2)]
     detector = detector_of(files)
@@ -213,7 +225,7 @@ BAD = "bad_features: f: 000001 has "
         (write_npz, {"x": np.array([None])}, "bad_features: f: 000001 Object arrays cannot be loaded"),
         (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which features"),
         (write_lmdb, {"raw": b"\x80\x04"}, "bad_features: f: 000001 is not a pickle or is truncated"),
-        (write_lmdb, {"raw": FORGED}, "bad_features: f: 000001 holds an array of '|O', not of numbers"),
+        (write_lmdb, {"raw": FORGED}, "bad_features: f: 000001 cannot create an OBJECT array"),
         (write_lmdb, {"raw": b"N."}, "bad_features: f: 000001 is None, not a dict of fields"),
         (write_h5, {"features": h5py.ExternalLink("g.h5", "/x")}, "bad_features: f: 000001 features is not a dataset"),
         (write_h5, {"obj_id": np.zeros(5)}, BAD + "objects_id of type float64, not int64"),
@@ -270,7 +282,7 @@ def cut(write: Writer, part: str = "") -> Writer:
     ("make", "more", "message"),
     [
         (lambda file: file, [], "feature file .*f does not exist"),
-        (lambda file: file.mkdir() or file, [], r"f has neither an LMDB's data\.mdb nor a \*\.json"),
+        (lambda file: file.mkdir() or file, [], r"f has neither data\.mdb of an LMDB nor \*\.json .*, but nothing"),
         (plain(b"\n"), [], "f has 1 columns in its first line, not 6"),
         (plain(b"boxes\tfeatures\r\n"), [], "f has the columns boxes, features, but none for the image_id"),
         (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
