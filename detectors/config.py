@@ -93,8 +93,7 @@ class DetectorSettings:
     device: str = "auto"
     """`cpu`, `cuda`, or one of several GPUs, such as `cuda:1`. `auto`: a GPU if there is one, else the CPU."""
     precision: Literal["fp32", "bf16-res5"] = "fp32"
-    """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32. Set
-    `device` with it, because bfloat16 gives other regions on a GPU than on a CPU."""
+    """`fp32`: float32 throughout; `bf16-res5`: only res5 in bfloat16, for speed, on the `device` that must be set."""
     batch: int | None = None
     """Number of images in a backbone batch. Only images of the same resized size share a batch, because padding would
     change features near the border. By default 8 on a GPU and 1 on a CPU."""

@@ -174,13 +174,13 @@ class FasterRCNNDetector:
         """Return the device and, measured with the first of `samples`, the images per second."""
         settings, on_cpu = self.settings, self.settings.device_type == "cpu"
         place = f"cpu ({self.networks} threads)" if on_cpu else f"cuda:{torch.device(settings.device).index or 0}"
-        found, seconds = [], 1.0
-        for _ in range(1 if on_cpu else 2):  # the first run on a GPU loads its kernels
-            started = time.monotonic()
-            found = self.detect(samples[: self.networks * (settings.batch or 1)])
-            seconds = time.monotonic() - started
-        is_measured = any(isinstance(regions, Regions) for regions in found)
-        return f"detecting on {place}" + (f", about {len(found) / seconds:.3g} images/s" if is_measured else "")
+        samples = samples[: self.networks * (settings.batch or 1)]
+        if not on_cpu:
+            self.detect(samples)  # loads the kernels
+        started = time.monotonic()
+        is_measured = any(isinstance(found, Regions) for found in self.detect(samples))
+        rate = len(samples) / (time.monotonic() - started)
+        return f"detecting on {place}" + (f", about {rate:.3g} images/s" if is_measured else "")
 
     def _prepare(self, sample: Sample) -> _Prepared | str:
         try:

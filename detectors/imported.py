@@ -117,9 +117,8 @@ class ImportedDetector:
             raise MemoryError(f"{file.path}: {name}: {str(error) or 'out of memory'}") from error
 
     def _make_regions(self, fields: Fields) -> tuple[tuple[int, int] | None, Regions]:
-        in_fractions = "norm_boxes" in fields and "boxes" not in fields
-        size = None if in_fractions else (_read_integer(fields, "image_w"), _read_integer(fields, "image_h"))
-        name = "norm_boxes" if in_fractions else "boxes"
+        name = "norm_boxes" if "norm_boxes" in fields and "boxes" not in fields else "boxes"
+        size = (_read_integer(fields, "image_w"), _read_integer(fields, "image_h")) if name == "boxes" else None
         boxes = _read_array(fields, name, np.float32)
         rows = len(boxes) if boxes.ndim == 2 else boxes.size // 4
         count = _read_integer(fields, "num_boxes", least=0) if "num_boxes" in fields else rows
@@ -130,7 +129,7 @@ class ImportedDetector:
                 n: f[:count] if isinstance(f, np.ndarray) and f.shape[:1] == (rows,) else f for n, f in fields.items()
             }
             boxes = boxes[:count]
-        boxes = _reshape_per_box(name, boxes, count, None if in_fractions else 4)[:, :4]
+        boxes = _reshape_per_box(name, boxes, count, 4 if size else None)[:, :4]
         _check_boxes(boxes, size)
         probs, labels, scores = _read_classes(fields, count, self._settings)
         features = None

@@ -3,9 +3,8 @@
 Prints the device and its speed, a line per shard, and a summary of the stage at the end.
 Any number of processes may run at once, on any machines: each claims the shard that it processes (storage/claims.py),
 and waits if all remaining shards are claimed. A stopped run resumes when it is started again.
-Exit status: 0 if no shard is left; 1 if the input, a setting or a right is wrong, so that running again does not help,
-or if most images have no regions;
-75 (EX_TEMPFAIL) if the storage is unreachable or full and the run should be started again later.
+Exit status: 0 if no shard is left; 1 if the input, a setting or a right is wrong, or if most images have no regions, so
+that running again does not help; 75 (EX_TEMPFAIL) if the storage is unreachable or full, so that it may help later.
 """
 
 import dataclasses

@@ -48,10 +48,9 @@ def attribute_indices(words: Any, names: Names, counts: Counter[str]) -> tuple[i
 
 
 def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Counter[str]) -> list[AnnotatedImage]:
-    """Read the annotated images of a file, sorted by id.
+    """Read the annotated images of a file, sorted by id. Unknown attributes are counted in `counts`.
 
-    Unknown attributes and unusable entries, which are skipped, are counted in `counts`. Raises ValueError if the file
-    is unusable, or if it has objects and all are unusable.
+    Unusable entries are skipped and counted. Raises ValueError if the file or all its entries are unusable.
     """
     try:
         data = file.read_bytes()

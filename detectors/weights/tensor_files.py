@@ -23,8 +23,7 @@ _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number of torc
 # Keys under which trainers save a state dict next to other values.
 _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module")
 # Names that data-parallel training, torch.compile, activation checkpointing and trainers add to those of modules.
-_INNER = r"_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
-_WRAPPERS = re.compile(rf"^((module|model|_forward_module|{_INNER})\.)+|(?<=\.)({_INNER})\.")
+_WRAPPERS = re.compile(r"^((module|model|_[a-z_]+)\.)+|(?<=\.)_(orig_mod|(fsdp|checkpoint)_wrapped_module)\.")
 # Largest ratio of the size of all tensors to the size of their file; above 1 because tied weights are stored once.
 _MAX_EXPANSION = 4
 

@@ -80,7 +80,7 @@ _TWO_STREAMS = (
 )
 _WORD_BIAS = {"cls.predictions.bias": "head.word_bias"}
 _WORDS, _DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
-_NUMBERS = "bert.embeddings.position_ids"
+_NUMBERS = "bert.embeddings.position_ids"  # only in files that newer versions of transformers have saved
 _UNUSED = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutput that their code never uses
 # Prefixes of keys of an encoder that was saved alone, without the prefix `bert.`.
 _BARE = ("embeddings.", "v_embeddings.", "image_embeddings.", "encoder.", "t_pooler.", "v_pooler.", "pooler.")
@@ -190,7 +190,6 @@ class PublishedViLBert(Published):
             entries += [entry | {"theirs": _DECODER} for entry in entries if entry["theirs"] == _WORDS]
         kept = self._unused_layers() | self.other_heads
         entries += [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
-        # Files that newer versions of transformers have saved number the positions.
         return [*entries, {"theirs": _NUMBERS, "dtype": "int64", "kept": [1, self.model.max_positions]}]
 
     def _unused_layers(self) -> Shapes:
