@@ -53,7 +53,8 @@ def make_contenders(config: FasterRCNNConfig, settings: DetectorSettings) -> dic
         with torch.no_grad():  # larger class scores, so that there are confident boxes to select from
             network.roi_heads.box_predictor.cls_score.weight.mul_(60)
         changed = dataclasses.replace(settings, precision=precision)
-        detectors[name] = FasterRCNNDetector(network, {"random_init": True, "seed": 0}, changed, backend=backend)
+        detector = FasterRCNNDetector(network, {"random_init": True, "seed": 0}, changed, backend=backend)
+        detector.networks, detectors[name] = 1, detector
     return detectors
 
 

@@ -90,22 +90,23 @@ class DetectorSettings:
     than the selection allows. A regressed box without area inside the image is replaced by its proposal."""
     keep_features: bool = False
     """Also store the regions' features [N, D] in float16, 2 D bytes per region."""
-    device: str = "cpu"
-    """`cpu`, `cuda`, or one of several GPUs, such as `cuda:1`."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or one of several GPUs, such as `cuda:1`. `auto`: a GPU if there is one, else the CPU."""
     precision: Literal["fp32", "bf16-res5"] = "fp32"
-    """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32."""
-    batch: int = 1
+    """`fp32`: float32 throughout; `bf16-res5`: only res5 in bfloat16, for speed, on the `device` that must be set."""
+    batch: int | None = None
     """Number of images in a backbone batch. Only images of the same resized size share a batch, because padding would
-    change features near the border. A batch of 8 keeps a GPU busy."""
+    change features near the border. By default 8 on a GPU and 1 on a CPU."""
 
     def __post_init__(self):
         check_choices(self)
-        check(self, self.batch >= 1, "batch", "at least 1")
-        check(self, self.device_type in ("cpu", "cuda"), "device", "cpu, cuda, or one GPU such as cuda:1")
+        check(self, self.batch is None or self.batch >= 1, "batch", "at least 1")
+        check(self, self.device_type in ("auto", "cpu", "cuda"), "device", "auto, cpu, cuda, or one GPU such as cuda:1")
+        check(self, self.precision == "fp32" or self.device != "auto", "device", "cpu or cuda with bf16-res5")
 
     @property
     def device_type(self) -> str:
-        """Type of the device without its index, `cpu` or `cuda`."""
+        """Type of the device without its index: `cpu`, `cuda` or `auto`."""
         return self.device.partition(":")[0]
 
 

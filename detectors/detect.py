@@ -8,6 +8,7 @@ Shape letters: P proposals of an image, N regions, C classes without background,
 import dataclasses
 import importlib.metadata
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ _RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Boxes in a res5 batch: few enough for the caches of a CPU, enough to fill a GPU (1 GB in float32).
 ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
+GPU_BATCH = 8  # images that keep a GPU busy
 # Metadata that the id ignores, because they do not change the regions or the hash of the weights covers them.
 _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "code_version"}
 # The batch size changes only the last bits of float32 sums. So does the device if everything is float32; a detector's
@@ -105,6 +107,14 @@ def describe_detector(
     return detector_id(hashed), metadata
 
 
+def choose_device(settings: DetectorSettings) -> DetectorSettings:
+    """Return the settings with the device in place of `auto`, and with the batch for the device if none is set."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = found if settings.device == "auto" else settings.device
+    batch = settings.batch or (1 if device == "cpu" else GPU_BATCH)
+    return dataclasses.replace(settings, device=device, batch=batch)
+
+
 def network_class(backend: str) -> type[AnyFasterRCNN]:
     """Return the network class of a backend, `faster_rcnn` or `detectron2`."""
     return Detectron2FasterRCNN if backend == "detectron2" else FasterRCNN
@@ -116,41 +126,61 @@ class FasterRCNNDetector:
     `weights` is metadata: the result of load_weights or, for random weights, {"random_init": True, "seed": ...}.
     """
 
-    # torch's threads on a CPU. Their number changes the order of sums and so the last bits; with one, all machines give
-    # the same regions. To use more cores, start more processes, each with its own shards.
+    # torch's threads for an image on a CPU. Their number changes the order of sums and so the last bits; with one, all
+    # machines give the same regions. Other cores compute other images at the same time.
     threads = 1
 
     def __init__(self, network: AnyFasterRCNN, weights: dict, settings: DetectorSettings, backend: str = "faster_rcnn"):
         if settings.device_type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU; set device to cpu")
+            raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU; set device to auto or cpu")
+        settings = self.settings = choose_device(settings)
         rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
-        self.settings = settings
+        on_cpu = settings.device_type == "cpu"
         # Threads that prepare the next images and select the regions of the last ones. A GPU would wait for one thread.
-        self.workers = 1 if settings.device_type == "cpu" else min(8, os.cpu_count() or 1)
+        self.workers = 1 if on_cpu else min(8, os.cpu_count() or 1)
+        self.networks = torch.get_num_threads() if on_cpu else 1  # batches that are computed at the same time
         self.id, self.metadata = describe_detector(network.config, weights, settings, backend)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         results: dict[int, Future | str] = {}  # by index of the sample
         batches: dict[tuple[int, ...], dict[int, _Prepared]] = {}  # by size of the images, then index of the sample
-        with inference_settings(self.threads), ThreadPoolExecutor(self.workers) as pool, torch.inference_mode():
+        # torch's number of threads is that of the thread that sets it.
+        networks = ThreadPoolExecutor(self.networks, "network", torch.set_num_threads, (self.threads,))
+        with inference_settings(self.threads), ThreadPoolExecutor(self.workers) as pool:
 
             def run(batch: dict[int, _Prepared]) -> None:
                 for index, outputs in zip(batch, self._run_network(list(batch.values())), strict=True):
                     results[index] = outputs if isinstance(outputs, str) else pool.submit(self._select, outputs)
 
-            # The pool prepares images before the network and selects regions after it.
-            for index, image in enumerate(pool.map(self._prepare, samples)):
-                if isinstance(image, str):
-                    results[index] = image
-                    continue
-                batch = batches.setdefault(image.pixels.shape, {})
-                batch[index] = image
-                if len(batch) == self.settings.batch:
-                    run(batches.pop(image.pixels.shape))
-            for batch in batches.values():
-                run(batch)
+            try:
+                runs = []
+                # The pool prepares images before the network and selects regions after it.
+                for index, image in enumerate(pool.map(self._prepare, samples)):
+                    if isinstance(image, str):
+                        results[index] = image
+                        continue
+                    batch = batches.setdefault(image.pixels.shape, {})
+                    batch[index] = image
+                    if len(batch) == self.settings.batch:
+                        runs.append(networks.submit(run, batches.pop(image.pixels.shape)))
+                for future in [*runs, *(networks.submit(run, batch) for batch in batches.values())]:
+                    future.result()
+            finally:  # after an error or SIGTERM, only batches that have begun are finished
+                networks.shutdown(cancel_futures=True)
             return [result if isinstance(result, str) else result.result() for _, result in sorted(results.items())]
+
+    def describe_speed(self, samples: Sequence[Sample]) -> str:
+        """Return the device and, measured with the first of `samples`, the images per second."""
+        settings, on_cpu = self.settings, self.settings.device_type == "cpu"
+        place = f"cpu ({self.networks} threads)" if on_cpu else f"cuda:{torch.device(settings.device).index or 0}"
+        samples = samples[: self.networks * (settings.batch or 1)]
+        if not on_cpu:
+            self.detect(samples)  # loads the kernels
+        started = time.monotonic()
+        is_measured = any(isinstance(found, Regions) for found in self.detect(samples))
+        rate = len(samples) / (time.monotonic() - started)
+        return f"detecting on {place}" + (f", about {rate:.3g} images/s" if is_measured else "")
 
     def _prepare(self, sample: Sample) -> _Prepared | str:
         try:
@@ -177,6 +207,7 @@ class FasterRCNNDetector:
             scales = (scale, scale)
         return _Prepared(sample, pixels, scales)
 
+    @torch.inference_mode()
     def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
         """Run the network on images of one size. Return each image's outputs or, if it has none, `status: detail`."""
         network, size = self.network, batch[0].pixels.shape[:2]

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from storage.digests import sha256_of
@@ -31,8 +32,9 @@ FIELDS = {
     "image_h": ("image_h", "img_h", "image_height", "height"),
     "num_boxes": ("num_boxes", "num_bbox"),
     "boxes": ("boxes", "bbox"),
+    "norm_boxes": ("norm_bb",),
     "features": ("features", "x"),
-    "class_probs": ("classes", "cls_prob", "class_probs"),
+    "class_probs": ("classes", "cls_prob", "class_probs", "soft_labels"),
     "objects_id": ("objects_id", "obj_id", "objects"),
     "objects_conf": ("objects_conf", "obj_conf"),
 }
@@ -45,6 +47,7 @@ _COLUMNS = {
 _EXTENSION = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|json|npz)$", re.IGNORECASE)
 LONGEST_ROW = 2**28  # bytes; 100 boxes with features and probabilities are 2 MB as base64
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # after the 16 bytes of the first page's header
+_MSGPACK_MAPS = [bytes([first]) for first in (*range(0x81, 0x90), 0xDE, 0xDF)]
 _NOT_ROWS = (b"keys", b"__keys__", b"__len__")  # keys of an LMDB that are not images
 
 
@@ -70,6 +73,7 @@ class FeatureRows:
             ours = _OURS.get(name) if type(name) is str else None
             if ours and value is not None:
                 value = value.item() if isinstance(value, np.generic) else value
+                value = _unquote(value) if isinstance(value, str | bytes) else value
                 fields[ours] = np.asarray(value) if isinstance(value, np.ndarray) else value
         return fields
 
@@ -103,6 +107,10 @@ def _open_tsv(path: Path) -> FeatureRows:
     first = stream.readline(LONGEST_ROW).decode("utf-8", "replace").rstrip("\r\n").split("\t")
     has_header = "boxes" in {_OURS.get(name) for name in first}
     if not has_header and len(first) not in _COLUMNS:
+        if len(first) == 2 and first[1].startswith("{"):
+            raise UnusableFile("is VinVL's TSV of ids and JSON, which is not read; write a TSV of 6 columns from it")
+        if not "".join(first).isprintable() or first[0].startswith(("{", "[")):
+            raise UnusableFile("is in none of the formats that are read; docs/detector.md lists them")
         raise UnusableFile(
             f"has {len(first)} columns in its first line, not 6 (bottom-up attention) or 10 (LXMERT); add a "
             f"first line that names the columns; possible names are {', '.join(_OURS)}"
@@ -119,15 +127,15 @@ def _open_tsv(path: Path) -> FeatureRows:
         digest.update(line)
         if line.strip() and not (has_header and offset == 0):
             offsets.append(offset)
-            names.append(_decode_cell(line.split(b"\t", image_id + 1)[: image_id + 1][-1]))
+            names.append(_unquote(line.split(b"\t", image_id + 1)[: image_id + 1][-1]))
         offset += len(line)
 
-    def fields(row: int) -> Iterable[tuple[str, str]]:
+    def fields(row: int) -> Iterable[tuple[str, bytes]]:
         stream.seek(offsets[row])
         cells = stream.readline(LONGEST_ROW).rstrip(b"\r\n").split(b"\t")
         if len(cells) != len(columns):
             raise ValueError(f"has {len(cells)} columns, not {len(columns)}; it is truncated or in another format")
-        return zip(columns, map(_decode_cell, cells), strict=True)
+        return zip(columns, cells, strict=True)
 
     return FeatureRows(names, digest.hexdigest, fields)
 
@@ -135,11 +143,15 @@ def _open_tsv(path: Path) -> FeatureRows:
 def _open_members(path: Path) -> FeatureRows:
     """Open a folder or zip with one JSON or .npz file per image."""
     archive = None if path.is_dir() else zipfile.ZipFile(path)
-    members = archive.namelist() if archive else sorted(os.listdir(path))
     # macOS adds a file with a leading dot for each file that it copies.
-    members = [n for n in members if n.endswith((".json", ".npz")) and not n.split("/")[-1].startswith(".")]
+    found = [n for n in (archive.namelist() if archive else sorted(os.listdir(path))) if not stem_of(n).startswith(".")]
+    members = [name for name in found if name.endswith((".json", ".npz"))]
     if not members:
-        raise UnusableFile("has neither an LMDB's data.mdb nor a *.json or *.npz file for each image")
+        fix = "unpack it, and give the files with the features" if archive else "give the files with the features"
+        if any(name.endswith(".npy") for name in found):
+            fix = "give the folder of this .npz" if archive else "convert .npy files with mmf's lmdb_conversion.py"
+        names = printable(", ".join(found[:3]) or "nothing")
+        raise UnusableFile(f"has neither data.mdb of an LMDB nor *.json or *.npz of each image, but {names}; {fix}")
 
     def sha256() -> str:
         if archive:
@@ -152,14 +164,13 @@ def _open_members(path: Path) -> FeatureRows:
         data = archive.read(name) if archive else (path / name).read_bytes()
         if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return [(name, arrays[name]) for name in arrays if name in _OURS]
+        return _read_npz(data)
 
     return FeatureRows([stem_of(name) for name in members], sha256, fields)
 
 
 def _open_lmdb(path: Path) -> FeatureRows:
-    """Open an LMDB with a pickled dict per image, the format of the projects 12-in-1, volta and mmf."""
+    """Open an LMDB with a dict per image: pickled by 12-in-1, volta and mmf, an .npz or msgpack by UNITER."""
     try:
         import lmdb
     except ImportError as error:
@@ -173,14 +184,17 @@ def _open_lmdb(path: Path) -> FeatureRows:
     def fields(row: int) -> Iterable[tuple[Any, Any]]:
         with database.begin() as transaction:
             value = bytes(transaction.get(keys[row], b""))
-        entry = read_pickle(value)
+        if value.startswith(b"PK"):
+            return _read_npz(value)
+        is_msgpack = value[:1] in _MSGPACK_MAPS  # with which no pickle begins
+        entry = msgpack.unpackb(value, object_hook=_unpack_array) if is_msgpack else read_pickle(value)
         if not isinstance(entry, dict):
             raise ValueError(f"is {short_repr(entry)}, not a dict of fields; write each value with its name")
         return entry.items()
 
     with database.begin() as transaction, transaction.cursor() as cursor:
         keys = [bytes(key) for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
-    return FeatureRows([key.decode("utf-8", "replace") for key in keys], partial(sha256_of, file), fields)
+    return FeatureRows([_unquote(key) for key in keys], partial(sha256_of, file), fields)
 
 
 def _open_h5(path: Path) -> FeatureRows:
@@ -214,7 +228,22 @@ def _open_h5(path: Path) -> FeatureRows:
     return FeatureRows(names, partial(sha256_of, path), fields)
 
 
-def _decode_cell(raw: bytes) -> str:
-    """Decode a TSV cell, and remove the b'...' that Python 2 programs put around it when run with Python 3."""
-    text = raw.decode("utf-8", "replace")
-    return text[2:-1] if text[:2] in ("b'", 'b"') and text[-1:] == text[1] else text
+def _read_npz(data: bytes) -> list[tuple[str, np.ndarray]]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return [(name, arrays[name]) for name in arrays if name in _OURS]
+
+
+def _unpack_array(packed: dict[Any, Any]) -> Any:
+    """Convert a map of the library msgpack_numpy to its array. Other maps are returned unchanged."""
+    if b"nd" not in packed:
+        return packed
+    # frombuffer refuses objects, and imported.py other types than numbers.
+    return np.frombuffer(packed[b"data"], packed[b"type"]).reshape(packed.get(b"shape", ()))
+
+
+def _unquote(value: str | bytes) -> str:
+    """Return a value as text, without the b'...' that Python 2 programs put around it when run with Python 3."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    is_literal = len(text) > 2 and text[:2] in ("b'", 'b"') and text[-1] == text[1]
+    # base64.encodebytes ends each 76 characters with a newline.
+    return text[2:-1].replace("\\n", "") if is_literal else text

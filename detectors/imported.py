@@ -23,7 +23,7 @@ from storage.safe_json import printable, short_repr
 from storage.sample import Regions, Sample
 
 # Part of the detector's id: raise it if a change here or in feature_files.py gives other regions for the same files.
-_RULES_VERSION = 2
+_RULES_VERSION = 3
 _MOST_BOXES = 1000
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 _SUM_TOLERANCE = 0.02  # for class probabilities, which may have been stored in float16
@@ -105,26 +105,39 @@ class ImportedDetector:
             return f"bad_features: {file.location(number)} {printable(error)}"
         return _scale_to_sample(regions, size, sample, file.location(number))
 
-    def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int], Regions]:
-        """Return the width and height of a row's image, and its regions. Raises ValueError if the row is unusable."""
+    def _read(self, file: FeatureFile, number: int) -> tuple[tuple[int, int] | None, Regions]:
+        """Return the (width, height) of a row's image, or None if its boxes are fractions, and its regions.
+
+        Raises ValueError if the row is unusable.
+        """
         try:
             return self._make_regions(file.read(number))
         except MemoryError as error:
             name = printable(file.names[number])
             raise MemoryError(f"{file.path}: {name}: {str(error) or 'out of memory'}") from error
 
-    def _make_regions(self, fields: Fields) -> tuple[tuple[int, int], Regions]:
-        size = _read_integer(fields, "image_w"), _read_integer(fields, "image_h")
-        boxes = _read_array(fields, "boxes", np.float32)
-        count = _read_integer(fields, "num_boxes", least=0) if "num_boxes" in fields else boxes.size // 4
+    def _make_regions(self, fields: Fields) -> tuple[tuple[int, int] | None, Regions]:
+        name = "norm_boxes" if "norm_boxes" in fields and "boxes" not in fields else "boxes"
+        size = (_read_integer(fields, "image_w"), _read_integer(fields, "image_h")) if name == "boxes" else None
+        boxes = _read_array(fields, name, np.float32)
+        rows = len(boxes) if boxes.ndim == 2 else boxes.size // 4
+        count = _read_integer(fields, "num_boxes", least=0) if "num_boxes" in fields else rows
         if count > _MOST_BOXES:
             raise ValueError(f"has {count} boxes, more than {_MOST_BOXES}")
-        boxes = _reshape_per_box("boxes", boxes, count, 4)
-        _check_boxes(boxes, *size)
+        if boxes.ndim == 2 and count < rows:  # mmf's arrays have more rows than boxes
+            fields = {
+                n: f[:count] if isinstance(f, np.ndarray) and f.shape[:1] == (rows,) else f for n, f in fields.items()
+            }
+            boxes = boxes[:count]
+        boxes = _reshape_per_box(name, boxes, count, 4 if size else None)[:, :4]
+        _check_boxes(boxes, size)
         probs, labels, scores = _read_classes(fields, count, self._settings)
         features = None
         if self._keep_features:
-            features = _reshape_per_box("features", _read_array(fields, "features", np.float32), count)
+            features = _read_array(fields, "features", np.float32)
+            if features.ndim == 2 and features.shape[1] == count != len(features):  # OpenVQA's are [D, N]
+                features = features.T
+            features = _reshape_per_box("features", features, count)
             if not (np.abs(features) <= _LARGEST_FLOAT16).all():
                 largest = np.abs(features).max()
                 raise ValueError(f"has a feature of {largest:g}, but the largest float16 is {_LARGEST_FLOAT16:.0f}")
@@ -148,15 +161,15 @@ class ImportedDetector:
         )
 
 
-def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, location: str) -> Regions | str:
-    """Scale the regions of an image of `size` (width, height) to the sample's size, and sort them by score.
+def _scale_to_sample(regions: Regions, size: tuple[int, int] | None, sample: Sample, location: str) -> Regions | str:
+    """Scale the regions of an image of `size` (width, height; None: fractions) to the sample's, and sort them by score.
 
     Returns `status: detail` if the proportions differ or no box has an area.
     """
-    width, height = size
+    width, height = size or (1, 1)
     stored = np.array([sample.width, sample.height])
     # The same proportions may differ by a rounding error of one pixel per side.
-    if ((stored - 1) / size).max() > ((stored + 1) / size).min():
+    if size and ((stored - 1) / size).max() > ((stored + 1) / size).min():
         return (
             f"size_mismatch: {location} is for an image of {width}x{height}, which does not have the proportions of "
             f"the stored {sample.width}x{sample.height}"
@@ -175,18 +188,23 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int], sample: Sample, lo
 # --- the fields of a row ----------------------------------------------------------------------------------------------
 
 
-def _check_boxes(boxes: np.ndarray, width: int, height: int) -> None:
-    """Raise ValueError if boxes are not in pixels, have swapped corners, or exceed the image by more than a pixel."""
+def _check_boxes(boxes: np.ndarray, size: tuple[int, int] | None) -> None:
+    """Raise ValueError if boxes have swapped corners, or exceed an image of `size` (width, height) by over a pixel.
+
+    They must be in pixels or, if `size` is None, in fractions.
+    """
     if not len(boxes):
         return
+    (width, height), slack = size or (1, 1), 1 if size else 0.01
     if max(width, height) > 2 and np.isfinite(boxes).all() and boxes.max() <= 1:
         raise ValueError("has boxes in fractions of the image; they must be in pixels")
     ordered = (boxes[:, 2:] >= boxes[:, :2]).all(axis=1)
-    inside = (boxes >= -1).all(axis=1) & (boxes <= [width + 1, height + 1] * 2).all(axis=1)
+    inside = (boxes >= -slack).all(axis=1) & (boxes <= [width + slack, height + slack] * 2).all(axis=1)
     wrong = np.flatnonzero(~(ordered & inside))  # a NaN fails every comparison
     if len(wrong):
         box = ", ".join(f"{number:g}" for number in boxes[wrong[0]])
-        raise ValueError(f"has a bad box {wrong[0]} for its {width}x{height} image: {box}")
+        image = f"{width}x{height} image" if size else "image, in fractions"
+        raise ValueError(f"has a bad box {wrong[0]} for its {image}: {box}")
 
 
 def _read_classes(
@@ -254,10 +272,10 @@ def _read_array(fields: Fields, name: str, kind: type) -> np.ndarray:
         if value.dtype.kind not in ("iu" if kind is np.int64 else "fiu"):
             raise ValueError(f"has {name} of type {value.dtype}, not {np.dtype(kind).name}")
         return value.astype(kind)
-    if not isinstance(value, str | bytes):
+    if not isinstance(value, str):
         raise ValueError(f"has {name} {short_repr(value)}, which are neither an array nor base64")
     try:
-        return np.frombuffer(base64.b64decode(value, validate=True), dtype)
+        return np.frombuffer(base64.b64decode("".join(value.split()), validate=True), dtype)
     except ValueError as error:
         raise ValueError(f"has {name} that are not base64 of {np.dtype(kind).name}, or truncated ({error})") from error
 

@@ -28,13 +28,14 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
         raise ValueError(f"{source} does not record a network that can detect regions in new images")
     weights_file = None if metadata.get("random_init") is True else _check_weights(file, metadata, source)
     names = {"selection", "boxes", "keep_features"} & metadata.keys()
-    settings = from_json(DetectorSettings, {name: metadata[name] for name in names}, f"{source}: its detector")
+    fields = {name: metadata[name] for name in names} | {"device": "cpu"}
+    settings = from_json(DetectorSettings, fields, f"{source}: its detector")
     config = config_from_json(metadata["network"], source)
     backend, seed = str(metadata.get("backend")), metadata.get("seed", 0)  # if damaged, they are named below
     network = network_class(backend).random_init(config, seed if isinstance(seed, int) else 0)
     weights = load_weights(network, weights_file) if weights_file else {"random_init": True, "seed": seed}
     detector = FasterRCNNDetector(network, weights, settings, backend=backend)
-    detector.threads = torch.get_num_threads()  # changes only the last bits
+    detector.networks, detector.threads = 1, torch.get_num_threads()  # changes only the last bits
     if detector.id != recorded.get("id"):
         here = json.loads(json.dumps(detector.metadata))
         differences = [
@@ -53,8 +54,10 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, source: str
 def detector_of_file(file: str | Path, **settings: Any) -> FasterRCNNDetector:
     """Build the detector of a weight file on the CPU. `settings` are fields of DetectorSettings."""
     network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
-    detector = FasterRCNNDetector(network, load_weights(network, Path(file)), DetectorSettings(**settings))
-    detector.threads = torch.get_num_threads()
+    detector = FasterRCNNDetector(
+        network, load_weights(network, Path(file)), DetectorSettings(device="cpu", **settings)
+    )
+    detector.networks, detector.threads = 1, torch.get_num_threads()
     return detector
 
 

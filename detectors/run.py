@@ -1,10 +1,10 @@
 """`vlbert detect`: detect regions in every image shard that this detector has not processed yet.
 
-Prints a line per shard, and a summary of the stage at the end.
+Prints the device and its speed, a line per shard, and a summary of the stage at the end.
 Any number of processes may run at once, on any machines: each claims the shard that it processes (storage/claims.py),
 and waits if all remaining shards are claimed. A stopped run resumes when it is started again.
-Exit status: 0 if no shard is left; 1 if the input, a setting or a right is wrong, so that running again does not help;
-75 (EX_TEMPFAIL) if the storage is unreachable or full and the run should be started again later.
+Exit status: 0 if no shard is left; 1 if the input, a setting or a right is wrong, or if most images have no regions, so
+that running again does not help; 75 (EX_TEMPFAIL) if the storage is unreachable or full, so that it may help later.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from storage.object_store import StorageUnreachable, open_store
 from storage.programs import Command, Dataset, Flat, Root
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
+from storage.withdrawn import WITHDRAWN
 
 if TYPE_CHECKING:
     from detectors.faster_rcnn import FasterRCNNConfig
@@ -40,6 +41,7 @@ IMAGES = "images"
 NOT_FINITE, NO_REGIONS = "not_finite", "no_regions"
 # More statuses: the sample is unreadable; its regions are invalid; its row in a feature file is unusable.
 BAD_SAMPLE, BAD_REGIONS, BAD_FEATURES = "bad_sample", "bad_regions", "bad_features"
+NO_IMAGE = "no_image"  # status of the rows of a shard without any image
 _FAULTS = (NOT_FINITE, BAD_REGIONS, BAD_FEATURES)  # errors of the detector, not of the image
 # Samples that a detector gets at a time: enough to form batches of equal size, few enough to fit in memory.
 _GROUP = 32
@@ -78,7 +80,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         )
     if not rows:
         rows = [
-            Row(r["row"], r["key"], "no_image", r["status"], r["url"], r["license"]) for r in manifest.table.to_pylist()
+            Row(r["row"], r["key"], NO_IMAGE, r["status"], r["url"], r["license"]) for r in manifest.table.to_pylist()
         ]
     meta = {
         "source": manifest.as_source(),
@@ -121,24 +123,43 @@ def detect_pending(catalog: Catalog, detector: Detector, say: Callable[[str], ob
     """Detect regions in all pending shards, and return how many shards this process committed.
 
     Returns only when no shard is pending. `say` is called with a progress line after each shard of this process, and
-    with a line when this process waits for other processes. A progress line shows the images and regions of this
-    process, and the finished shards of all processes.
+    with a line when this process waits for other processes. A progress line shows the regions and the rows by status of
+    this process, and the finished shards of all processes. The first line of a network shows its device and speed.
     """
     if not catalog.shards(IMAGES):
         folder = catalog.store.uri(f"{catalog.dataset}/{IMAGES}")
         raise ValueError(f"no shard is committed in {folder}; collect the images first, or check the dataset's name")
     stage, started = stage_of(detector), time.monotonic()
     update = partial(catalog.pending, IMAGES, stage)
-    pending, committed, counts = update(), 0, Counter(images=0, regions=0)
+    pending, committed, counts = update(), 0, Counter(regions=0)
+    if pending and (describe := getattr(detector, "describe_speed", None)):
+        first = catalog.read_each(catalog.manifest(IMAGES, pending[0]))
+        say(describe([sample for sample in islice(first, _GROUP) if isinstance(sample, Sample)]))
     with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, update, say)) as ours:
         for shard, left in ours:
             if detect_shard(catalog, shard, detector):
                 committed += 1
-                counts["images"] += catalog.manifest(IMAGES, shard).ok_rows
-                counts["regions"] += pc.sum(catalog.manifest(stage, shard).table["num_regions"]).as_py() or 0
+                manifest = catalog.manifest(stage, shard)
+                counts.update(manifest.statuses)
+                counts["regions"] += pc.sum(manifest.table["num_regions"]).as_py() or 0
             seconds, done = time.monotonic() - started, len(pending) - left
             say(progress_line(catalog.dataset, done, len(pending), "shards", counts, seconds))
     return committed
+
+
+def check_found(catalog: Catalog, stage: str, say: Callable[[str], object] = print) -> None:
+    """Say how many images of a stage have no regions, with an example. Raises ValueError if they are the most."""
+    counts = Counter({name: n for name, n in catalog.counts(stage).items() if name not in (NO_IMAGE, WITHDRAWN)})
+    images, missing = counts.total(), counts.total() - counts[OK]
+    if not missing:
+        return
+    status = next(name for name, _ in counts.most_common() if name != OK)
+    tables = (table.filter(pc.field("status") == status) for table in catalog.columns(stage, ["status", "detail"]))
+    detail = next(table["detail"][0].as_py() for table in tables if len(table))
+    message = f"{catalog.dataset}: {missing:,} of {images:,} images have no regions, such as {status}: {detail}"
+    if 2 * missing > images:
+        raise ValueError(f"{message}; check that the detector's files and settings are for these images")
+    say(message)
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -211,6 +232,7 @@ def detect(root: Root, dataset: Dataset, config: Annotated[DetectionConfig, Flat
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(1 if error.lasts else STORAGE_UNREACHABLE)
     say(f"{dataset}: {stage}, all rows: {rows}")
+    check_found(catalog, stage, say)
 
 
 main = Command("vlbert detect", detect)

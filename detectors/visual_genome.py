@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from detectors.names import Names, normalize_name
 from storage.safe_json import parse_json, short_repr
 
-_CORRECT = "correct or remove the entry"
-
 
 class AnnotatedObject(NamedTuple):
     """An object in an annotation file."""
@@ -52,7 +50,7 @@ def attribute_indices(words: Any, names: Names, counts: Counter[str]) -> tuple[i
 def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Counter[str]) -> list[AnnotatedImage]:
     """Read the annotated images of a file, sorted by id. Unknown attributes are counted in `counts`.
 
-    Raises ValueError if an entry is unusable.
+    Unusable entries are skipped and counted. Raises ValueError if the file or all its entries are unusable.
     """
     try:
         data = file.read_bytes()
@@ -60,30 +58,60 @@ def read_visual_genome(file: Path, classes: Names, attributes: Names, counts: Co
         raise ValueError(f"cannot read {file}: {error}") from error
     fix = "download it again, or give a file in COCO's format as data.annotations"
     objects_of: dict[int, list[AnnotatedObject]] = {}
-    for index, entry in enumerate(parse_json(data, str(file), list, fix)):
-        location = f"{file}: [{index}]"
-        image = entry.get("image_id") if isinstance(entry, dict) else None
-        if type(image) is not int:
-            raise ValueError(f"{location} has the image_id {short_repr(image)}, not a whole number; {_CORRECT}")
-        objects = entry.get("objects")
-        if not isinstance(objects, list):
-            raise ValueError(f"{location} has no list `objects`; give a Visual Genome file as data.objects")
+    unusable: list[str] = []
+    for index, entry in enumerate(parse_json(data, str(file), list, fix, pairs=_mark_repeated)):
+        try:
+            image, objects = _check_image(entry)
+        except ValueError as error:
+            unusable.append(f"[{index}] {error}")
+            continue
         own = objects_of.setdefault(image, [])
-        own += [
-            _read_object(annotated, f"{file}: image {image}, [{number}]", classes, attributes, counts)
-            for number, annotated in enumerate(objects)
-        ]
+        for number, annotated in enumerate(objects):
+            try:
+                own.append(_read_object(annotated, classes, attributes, counts))
+            except ValueError as error:
+                unusable.append(f"image {image}, [{number}] {error}")
+    if unusable and not any(objects_of.values()):
+        raise ValueError(f"{file}: all {len(unusable)} entries are unusable, the first: {unusable[0]}; {fix}")
+    if unusable:
+        counts[f"unusable entries of {file.name}, the first: {unusable[0]}"] += len(unusable)
     return [AnnotatedImage(str(image), f"{image}.jpg", 0, 0, objects_of[image]) for image in sorted(objects_of)]
 
 
-def _read_object(entry: Any, location: str, classes: Names, attributes: Names, counts: Counter[str]) -> AnnotatedObject:
-    names = entry.get("names") if isinstance(entry, dict) else None
+def _mark_repeated(pairs: list[tuple[str, Any]]) -> dict[str | None, Any]:
+    """Return the pairs as a dict, with a repeated name, if any, as the value of None."""
+    entry: dict[str | None, Any] = dict(pairs)
+    if len(entry) < len(pairs):
+        ((entry[None], _),) = Counter(name for name, _ in pairs).most_common(1)
+    return entry
+
+
+def _check_entry(entry: Any) -> None:
+    if not isinstance(entry, dict):
+        raise ValueError(f"is {short_repr(entry)}, not an object")
+    if None in entry:
+        raise ValueError(f"has the name {short_repr(entry[None])} twice")
+
+
+def _check_image(entry: Any) -> tuple[int, list[Any]]:
+    """Return the id and the objects of an image's entry. Raises ValueError if the entry is unusable."""
+    _check_entry(entry)
+    image, objects = entry.get("image_id"), entry.get("objects")
+    if type(image) is not int:
+        raise ValueError(f"has the image_id {short_repr(image)}, not a whole number")
+    if not isinstance(objects, list):
+        raise ValueError("has no list `objects`")
+    return image, objects
+
+
+def _read_object(entry: Any, classes: Names, attributes: Names, counts: Counter[str]) -> AnnotatedObject:
+    _check_entry(entry)
+    names, box = entry.get("names"), [entry.get(side) for side in ("x", "y", "w", "h")]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{location} has the names {short_repr(names)}, not a list of strings; {_CORRECT}")
-    box = [entry.get(side) for side in ("x", "y", "w", "h")]
-    if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):  # False for NaN, too
-        raise ValueError(f"{location} has x, y, w, h {short_repr(box)}, not four numbers; {_CORRECT}")
+        raise ValueError(f"has the names {short_repr(names)}, not a list of strings")
+    if not all(type(side) in (int, float) and abs(side) < 1e9 for side in box):  # False for NaN, too
+        raise ValueError(f"has x, y, w, h {short_repr(box)}, not four numbers")
     words = entry.get("attributes") or []
     if not isinstance(words, list):
-        raise ValueError(f"{location} has the attributes {short_repr(words)}, not a list; {_CORRECT}")
+        raise ValueError(f"has the attributes {short_repr(words)}, not a list")
     return AnnotatedObject(box, classes.find(names), attribute_indices(words, attributes, counts))

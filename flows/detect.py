@@ -13,7 +13,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from detectors.config import DetectionConfig
-from detectors.run import IMAGES, STORAGE_UNREACHABLE, identify
+from detectors.run import IMAGES, STORAGE_UNREACHABLE, check_found, identify
 from flows.artifacts import Artifact, escape, make_counts_table, stage_logger
 from flows.collect import networked
 from flows.machines import cancel_others, start_others
@@ -54,6 +54,7 @@ def detect(
     Raises:
         ChildFailed: The detector failed. `tail` contains its last lines of output.
         StorageUnreachable: The storage could not be reached. A retry may succeed.
+        ValueError: Most images have no regions.
     """
     started, peak_bytes = time.monotonic(), 0
     catalog = Catalog(open_store(root, write=False), dataset)
@@ -78,6 +79,7 @@ def detect(
     headers = catalog.headers(stage)
     if not pending:
         log(f"{dataset}: nothing to detect: {len(headers)} of {len(headers)} shards have {stage}")
+        check_found(catalog, stage, log)
     return Detected(
         dataset=dataset,
         detector=id,

@@ -6,6 +6,7 @@ is put into a message, a log or an artifact.
 
 import json
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
@@ -20,6 +21,7 @@ def parse_json(
     location: str,
     wanted: type | tuple[type, ...] = dict,
     fix: str = "write or fetch it again",
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
     """Parse JSON text in UTF-8, with or without a byte order mark.
 
@@ -29,13 +31,15 @@ def parse_json(
         location: origin of the text, for error messages: a file, with a line or member if there are several
         wanted: allowed type or types of the value; `object` allows any
         fix: advice for the user if the text is invalid, for error messages
+        pairs: function that makes the value of each object from its names and values; default: `dict`, where the last
+            value of a name counts
 
     Raises:
         ValueError: the text is not UTF-8, not JSON or too deeply nested, or the type of its value is not in `wanted`
     """
     try:
         text = (data if isinstance(data, str) else str(data, "utf-8")).removeprefix("\ufeff")
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:  # without the traceback of all levels
         raise ValueError(f"{printable(location)} is nested too deeply; {fix}") from None
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Files of boxes and features as other projects write them, made from seeds."""
 
 import base64
+import io
 import json
 import pickle
 import zipfile
@@ -11,6 +12,7 @@ from typing import Any
 
 import h5py
 import lmdb
+import msgpack
 import numpy as np
 
 BOTTOM_UP = ["image_id", "image_w", "image_h", "num_boxes", "boxes", "features"]
@@ -56,6 +58,16 @@ def image_features(
     return ImageFeatures(name, *size, *(array.astype(np.float32) for array in (corners, features, probs)))
 
 
+def literal(value: bytes) -> str:
+    """As Python 3 writes str(bytes); base64.encodebytes broke the lines."""
+    return str(base64.encodebytes(base64.b64decode(value)))
+
+
+def packed(array: np.ndarray) -> dict[bytes, Any]:
+    """As the library msgpack_numpy packs an array."""
+    return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
+
+
 def encoded(fields: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: np.ascontiguousarray(one) for name, one in fields.items() if isinstance(one, np.ndarray)}
     return fields | {name: base64.b64encode(array).decode() for name, array in arrays.items()}
@@ -87,11 +99,15 @@ def write_tsv(
     return file
 
 
-def write_json(target: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None) -> Path:
+def write_json(
+    target: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None, literals: bool = False
+) -> Path:
     """A zip or, without the extension, a folder; beside its files are those that macOS copies."""
     texts = {"._hidden.json": b"\x00\x05\x16\x07"}
     for name, fields in _fields(images, [*BOTTOM_UP, "classes"], changes).items():
-        texts[f"{name}.json"] = json.dumps(encoded(fields)).encode()
+        arrays = {name for name, value in fields.items() if isinstance(value, np.ndarray)}
+        fields = {n: literal(v) if literals and n in arrays else v for n, v in encoded(fields).items()}
+        texts[f"{name}.json"] = json.dumps(fields).encode()
     if target.suffix == ".zip":
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, text in texts.items():
@@ -103,9 +119,13 @@ def write_json(target: Path, images: Sequence[ImageFeatures], changes: dict[str,
     return target
 
 
-def write_npz(folder: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None) -> Path:
+def write_npz(
+    folder: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None, transposed: bool = False
+) -> Path:
+    """transposed: features [D, N], as OpenVQA's."""
     folder.mkdir()
     for name, fields in _fields(images, ["x", "bbox", "num_bbox", "image_w", "image_h"], changes).items():
+        fields |= {"x": fields["x"].T} if transposed else {}
         np.savez_compressed(folder / f"{name}.npz", info=np.array({"objects_id": 1}, object), **fields)
     return folder
 
@@ -126,6 +146,44 @@ def write_lmdb(
                 fields = {n: f.encode() if isinstance(f, str) else f for n, f in encoded(fields).items()}
             writing.put(name.encode(), raw if raw and name == images[-1].name else pickle.dumps(fields))
         writing.put(b"keys", pickle.dumps([image.name.encode() for image in images]))
+    return folder
+
+
+def write_mmf(folder: Path, images: Sequence[ImageFeatures], background: bool = True, spare: int = 0) -> Path:
+    """As mmf's lmdb_conversion.py writes: num_boxes says how many of an array's rows are boxes; `spare` rows more.
+
+    background: without class probabilities, else those of the foreground alone.
+    """
+    with lmdb.open(str(folder), map_size=2**28) as database, database.begin(write=True) as writing:
+        for image in images:
+            probs = image.class_probs[:, 1:]
+            arrays = {"features": image.features, "objects": probs.argmax(axis=1), "bbox": image.boxes}
+            arrays |= {} if background else {"cls_prob": probs}
+            row = {name: np.concatenate([array, array[:1].repeat(spare, axis=0)]) for name, array in arrays.items()}
+            row |= {"image_height": image.height, "image_width": image.width, "num_boxes": len(image.boxes)}
+            row |= {"feature_path": image.name} | ({"cls_prob": None} if background else {})
+            writing.put(image.name.encode(), pickle.dumps(row))
+    return folder
+
+
+def write_uniter(folder: Path, images: Sequence[ImageFeatures], compressed: bool, **changes: Any) -> Path:
+    """As UNITER's convert_imgdir.py writes. changes: of the last image's arrays."""
+    with lmdb.open(str(folder), map_size=2**28) as database, database.begin(write=True) as writing:
+        for image in images:
+            corners = image.boxes / [image.width, image.height, image.width, image.height]
+            row: dict[str, np.ndarray] = {
+                "norm_bb": np.concatenate([corners, corners[:, 2:] - corners[:, :2]], axis=1),
+                "features": image.features,
+                "conf": image.class_probs[:, 1:].max(axis=1),
+                "soft_labels": image.class_probs,
+            }
+            row |= changes if image is images[-1] else {}
+            row = {name: array.astype(np.float16) for name, array in row.items()}
+            stream = io.BytesIO()
+            np.savez_compressed(stream, **row, allow_pickle=True)
+            value = msgpack.packb({name: packed(array) for name, array in row.items()}, use_bin_type=True)
+            writing.put(f"{image.name}.npz".encode(), stream.getvalue() if compressed else value)
+        writing.put(b"__keys__", json.dumps([f"{image.name}.npz" for image in images]).encode())
     return folder
 
 

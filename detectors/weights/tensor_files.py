@@ -21,15 +21,15 @@ from storage.safe_json import printable, short_repr
 _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number of torch's format before zip files
 # Keys under which trainers save a state dict next to other values.
-_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
-# Prefixes that data-parallel training and torch.compile add to module names.
-_WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module")
+# Names that data-parallel training, torch.compile, activation checkpointing and trainers add to those of modules.
+_WRAPPERS = re.compile(r"^((module|model|_[a-z_]+)\.)+|(?<=\.)_(orig_mod|(fsdp|checkpoint)_wrapped_module)\.")
 # Largest ratio of the size of all tensors to the size of their file; above 1 because tied weights are stored once.
 _MAX_EXPANSION = 4
 
 
 def strip_wrappers(key: str) -> str:
-    """Return a tensor's name without the prefixes of DataParallel and torch.compile: module._orig_mod.x becomes x."""
+    """Return a tensor's name without the names of wrappers: module._orig_mod.x becomes x."""
     return _WRAPPERS.sub("", key)
 
 

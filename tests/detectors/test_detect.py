@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tiny_detector import coco_annotations, commit_images, image_sample, rectang
 from demo.deployments import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
 from detectors.config import DetectionConfig
-from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.detect import DetectorSettings, FasterRCNNDetector, choose_device
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import IMAGES, detect_pending, detect_shard, identify, main, make_detector, stage_of
 from storage.catalog.commit import commit_shard, withdraw_samples
@@ -106,6 +107,29 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_
     assert all(content == contents[0] for content in contents)
 
 
+def test_a_cpu_computes_an_image_on_each_thread_and_begins_none_after_an_error(monkeypatch: pytest.MonkeyPatch):
+    both, threads, before = threading.Barrier(2, timeout=30), [], torch.get_num_threads()
+
+    def run(self: FasterRCNNDetector, batch: Sequence) -> list:
+        threads.append(torch.get_num_threads())
+        if len(threads) > 2:
+            time.sleep(0.2)
+            return []
+        both.wait()
+        raise ValueError(f"{len(batch)} image")
+
+    monkeypatch.setattr(FasterRCNNDetector, "_run_network", run)
+    torch.set_num_threads(2)
+    try:
+        detector = FasterRCNNDetector(FasterRCNN.random_init(DEMO, 0), {"random_init": True}, DetectorSettings())
+        with pytest.raises(ValueError, match="1 image"):
+            detector.detect([a_sample(n) for n in range(20)])
+    finally:
+        torch.set_num_threads(before)
+    assert len(threads) < 10
+    assert set(threads) == {1}
+
+
 def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], ["dead"], [a_sample(3)] + [a_sample(4)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1, 3]))
@@ -113,7 +137,7 @@ def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
     assert detect_pending(catalog, detector, lines.append) == 3
     assert detect_pending(catalog, detector, lines.append) == 0
     assert [line.partition(" shards: ")[0] for line in lines] == [f"captions: {n} of 3" for n in (1, 2, 3)]
-    assert lines[-1].startswith("captions: 3 of 3 shards: 4 images, 3 regions; ")
+    assert lines[-1].startswith("captions: 3 of 3 shards: 3 regions, 3 ok, 1 no_annotation, 1 no_image; ")
     assert catalog.counts(stage_of(detector)) == {"no_annotation": 1, "no_image": 1, "ok": 3}
 
 
@@ -155,7 +179,7 @@ RANDOM_INIT = ["--preset=demo", "--random_init"]
     [
         ["--backend=annotated", "--annotations=FILE"],
         [f"--weights={SHIPPED_DETECTOR}", "--selection.maximum=20", "--network.post_nms=9", "--keep_features"],
-        [*RANDOM_INIT, "--precision=bf16-res5", "--boxes=regressed"],
+        [*RANDOM_INIT, "--precision=bf16-res5", "--device=cpu", "--boxes=regressed"],
     ],
 )
 def test_the_command_does_what_a_config_says_is_left(fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -173,6 +197,56 @@ def test_the_command_does_what_a_config_says_is_left(fields: list[str], tmp_path
     assert printed.out.splitlines()[-1] == f"captions: regions/{detector.id}, all rows: 1 no_image, 2 ok"
 
 
+def test_the_first_line_has_the_device_and_its_speed(tmp_path: Path, capsys: pytest.CaptureFixture):
+    commit_images(tmp_path, [[a_sample(0), a_sample(1)], [a_sample(2)]])
+    for again in (False, True):
+        main([str(tmp_path), "captions", *RANDOM_INIT])
+        first, *more = capsys.readouterr().out.splitlines()
+        if again:
+            assert re.fullmatch(r"captions: regions/\w+, all rows: 3 ok", first)
+            assert not more
+            continue
+        threads = torch.get_num_threads()
+        assert re.fullmatch(rf"detecting on cpu \({threads} threads\), about [0-9.e+]+ images/s", first)
+        assert re.match(r"captions: 1 of 2 shards: \d+ regions, [12] ok; ", more[0])
+
+
+def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    found = {}
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        given = ({}, {"device": "cpu"}, {"device": "cuda:1"}, {"batch": 3})
+        chosen = [choose_device(DetectorSettings(**settings)) for settings in given]
+        found[there] = [(settings.device, settings.batch) for settings in chosen]
+    assert found[False] == [("cpu", 1), ("cpu", 1), ("cuda:1", 8), ("cpu", 3)]
+    assert found[True] == [("cuda", 8), ("cpu", 1), ("cuda:1", 8), ("cuda", 3)]
+
+
+def test_images_without_regions_are_told_with_an_example_and_fail_the_run_if_they_are_the_most(tmp_path, capsys):
+    samples = [[a_sample(0), a_sample(1), a_sample(2)], ["dead"] * 9, [a_sample(3)], [a_sample(4)]]
+    catalog = commit_images(tmp_path / "root", samples)
+    withdraw(catalog.store, [a_sample(4).url])
+    assert withdraw_samples(catalog, "images", "00003")
+    for known, missing in ((range(4), 0), ([1, 2, 3], 1), ([0, 3], 2), ([3], 3)):
+        file = annotations(tmp_path / f"{missing}.json", known)
+        command = [str(tmp_path / "root"), "captions", "--backend=annotated", f"--annotations={file}"]
+        example = (
+            rf"captions: {missing} of 4 images have no regions, such as no_annotation: no image has the file_name "
+        )
+        if missing > 2:
+            for _ in range(2):  # also if nothing is left to detect
+                with pytest.raises(SystemExit, match=rf"^vlbert detect: {example}.*; check that"):
+                    main(command)
+        else:
+            main(command)
+        *_, counted, last = ["", *capsys.readouterr().out.splitlines()]
+        if missing in (1, 2):
+            assert f"{missing} no_annotation, " in counted
+            assert re.match(example, last)
+        else:
+            assert ", all rows: " in last
+
+
 FILE = ["--backend=annotated", "--annotations=absent.json"]
 IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
 
@@ -183,6 +257,8 @@ IMPORTED = ["--backend=imported", "--imported.files=absent.tsv"]
         (["--backend=annotated"], "annotations is not set: backend annotated needs a file"),
         ([], "weights is None and random_init is False: backend faster_rcnn needs either weights"),
         (["--random_init"], "preset is not set"),
+        ([*RANDOM_INIT, "--precision=bf16-res5"], "device is 'auto'; it must be cpu or cuda with bf16-res5"),
+        ([*RANDOM_INIT, "--device=gpu"], "device is 'gpu'"),
         ([*RANDOM_INIT, "--network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
         ([*RANDOM_INIT, "--annotations=a.json"], "annotations: backend faster_rcnn does not"),
         ([*FILE, "--network.post_nms=3", "--random_init"], "random_init, network.post_nms: backend annotated does not"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny import CLASSES, tiny_sample
 from tiny_detector import ATTRIBUTES, TINY, annotated_images, coco_data
 
@@ -80,18 +81,46 @@ def test_crowds_are_skipped_and_images_that_no_list_names_may_be_absent(tmp_path
     assert (ids(truth)[0], truth.skipped["boxes around many objects (iscrowd)"]) == (["2"], 1)
 
 
-def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path):
-    one = {"object_id": 1, "x": 5, "y": 5, "w": 20, "h": 20, "names": ["dog"]}
-    classes = write(tmp_path / "classes.txt", "dog\n")
-    for content, message in (
-        (None, r"\[0\] has the image_id None"),
-        ({"image_id": 1}, r"\[0\] has no list `objects`"),
-        ({"image_id": 1, "objects": [None]}, r"image 1, \[0\] has the names None"),
-        ({"image_id": 1, "objects": [one | {"attributes": "red"}]}, r"image 1, \[0\] has the attributes 'red'"),
-        ({"image_id": 1, "objects": [one | {"w": float("nan")}]}, r"image 1, \[0\] has x, y, w, h \[5, 5, nan"),
+ONE = {"object_id": 1, "x": 5, "y": 5, "w": 20, "h": 20, "names": ["square"]}
+# Entries of images as their JSON text, and what is said of them.
+UNUSABLE = {
+    "no image": ("null", r"[1] is None, not an object"),
+    "no id": ('{"objects": []}', r"[1] has the image_id None"),
+    "no objects": ('{"image_id": 2}', r"[1] has no list `objects`"),
+    "an image's name twice": ('{"image_id": 2, "image_id": 3, "objects": []}', r"[1] has the name 'image_id' twice"),
+    "no object": (None, r"image 2, [0] is None"),
+    "name for names": ({"names": ..., "name": "square"}, r"image 2, [0] has the names None"),
+    "no box": ({"x": ...}, r"image 2, [0] has x, y, w, h [None, 5, 20, 20]"),
+    "a bad box": ({"w": float("nan")}, r"image 2, [0] has x, y, w, h [5, 5, nan, 20]"),
+    "a text as number": ({"h": "20"}, r"image 2, [0] has x, y, w, h [5, 5, 20, '20']"),
+    "bad attributes": ({"attributes": "red"}, r"image 2, [0] has the attributes 'red'"),
+    "a name twice": (
+        '{"image_id": 2, "objects": [{"names": [], "names": ["a"]}]}',
+        r"image 2, [0] has the name 'names' t",
+    ),
+}
+
+
+@pytest.mark.parametrize(("entry", "message"), UNUSABLE.values(), ids=UNUSABLE)
+def test_an_unusable_entry_of_visual_genome_costs_itself_alone(entry: Any, message: str, tmp_path: Path):
+    if not isinstance(entry, str):
+        changed = entry and {name: value for name, value in (ONE | entry).items() if value is not ...}
+        entry = json.dumps({"image_id": 2, "objects": [changed]})
+    Image.new("RGB", (90, 60)).save(tmp_path / "1.jpg")
+    Image.new("RGB", (90, 60)).save(tmp_path / "2.jpg")
+    good = json.dumps({"image_id": 1, "objects": [ONE, ONE | {"x": 30}]})
+    names = {"classes": write(tmp_path / "classes.txt", "square\n"), "images": (str(tmp_path),)}
+    config = DataConfig(objects=write(tmp_path / "objects.json", f"[{good}, {entry}]"), **names)
+    truth = read_ground_truth(config)
+    assert [(image.id, image.boxes.tolist()) for image in truth.train] == [("1", [[5, 5, 25, 25], [30, 5, 50, 25]])]
+    (reason,) = (reason for reason in truth.skipped if "unusable entries" in reason)
+    assert reason.startswith(f"unusable entries of objects.json, the first: {message}")
+    assert truth.skipped[reason] == 1
+    write(tmp_path / "objects.json", f"[{entry}]")
+    with pytest.raises(
+        ValueError, match=r"objects\.json: all 1 entries are unusable, the first: .*; download it again"
     ):
-        with pytest.raises(ValueError, match=rf"objects\.json: {message}"):
-            read_ground_truth(DataConfig(objects=write(tmp_path / "objects.json", [content]), classes=classes))
+        read_ground_truth(config)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def detector_id(network=DEMO, weights=RANDOM, backend="faster_rcnn", **settings)
         ("39bda8c3330e", "--backend=detectron2 --preset=vg_resnet101 --random_init"),
         ("fb693b9a235a", "--weights=SHIPPED --device=cuda"),
         ("71056b704e23", "--weights=SHIPPED --selection.minimum=3 --network.post_nms=30 --batch=8"),
-        ("26a016ac89e2", "--weights=SHIPPED --boxes=regressed --keep_features --precision=bf16-res5"),
+        ("26a016ac89e2", "--weights=SHIPPED --boxes=regressed --keep_features --precision=bf16-res5 --device=cpu"),
         ("23e9ef518e4e", "--backend=detectron2 --weights=SHIPPED --selection.maximum=50"),
     ],
 )

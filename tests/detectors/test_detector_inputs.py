@@ -194,7 +194,7 @@ def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     learns = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
     plain = stages(network)
-    detector_of(network, precision="bf16-res5").detect(PAIR[:1])
+    detector_of(network, precision="bf16-res5", device="cpu").detect(PAIR[:1])
     for ours, theirs in zip(stages(network.for_inference("fp32", 16)), plain, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)

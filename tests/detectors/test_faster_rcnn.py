@@ -331,5 +331,5 @@ def test_the_precision_of_gpus_is_exact_for_the_detector_and_put_back():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="torch finds no GPU; set device to cpu"):
+    with pytest.raises(ValueError, match="torch finds no GPU; set device to auto or cpu"):
         random_init(device="cuda")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import msgpack
 import numpy as np
 import pytest
 from imported_features import (
@@ -20,11 +21,14 @@ from imported_features import (
     LXMERT,
     ImageFeatures,
     image_features,
+    packed,
     write_h5,
     write_json,
     write_lmdb,
+    write_mmf,
     write_npz,
     write_tsv,
+    write_uniter,
 )
 from places import PROJECT
 from tiny import tiny_sample
@@ -53,7 +57,8 @@ def one_file(file: Path, images: list[ImageFeatures]) -> Path:
 
 
 # Name of the file, its writer with settings, what else the detector must be told, and what it says of classes:
-# probabilities, each region's class (`one`, with the probability 1), its class and score (`label`), or nothing.
+# probabilities, each region's class (`one`, with the probability 1), its class and score (`label`), its class alone
+# (`class`), or nothing.
 LXMERTS = {"columns": LXMERT, "literal": True}
 FORMATS: dict[str, tuple[str, Writer, dict[str, Any], list[str], str]] = {
     "bottom-up attention": ("f.tsv", write_tsv, {}, [], "nothing"),
@@ -61,10 +66,14 @@ FORMATS: dict[str, tuple[str, Writer, dict[str, Any], list[str], str]] = {
     "LXMERT, class by class": ("f.tsv", write_tsv, LXMERTS, [f"--imported.num_classes={CLASSES}"], "one"),
     "TSV with a first line": ("f.tsv", write_tsv, {"columns": [*BOTTOM_UP, "classes"], "header": True}, [], "probs"),
     "VL-BERT, zip": ("f.zip", write_json, {}, [], "probs"),
+    "VL-BERT, str(bytes)": ("f", write_json, {"literals": True}, [], "probs"),
     "bottom-up-attention.pytorch": ("f", write_npz, {}, [], "nothing"),
+    "OpenVQA": ("f", write_npz, {"transposed": True}, [], "nothing"),
     "12-in-1": ("f.lmdb", write_lmdb, {}, [], "probs"),
     "one file of base64": ("f.lmdb", one_file, {}, [], "probs"),
     "mmf, without a background": ("f.tsv", without_background, {}, NONE, "probs"),
+    "mmf, None as probabilities": ("f.lmdb", write_mmf, {}, [], "class"),
+    "mmf, more rows than boxes": ("f.lmdb", write_mmf, {"background": False, "spare": 3}, NONE, "probs"),
     "volta": ("f.h5", write_h5, {}, LAST, "probs"),
 }
 
@@ -108,20 +117,35 @@ def test_what_is_stored_is_what_was_written(form: str, tmp_path: Path):
         assert regions.detector == detector
         assert regions.attributes is None
         foreground = image.class_probs[:, 1:]
-        scores = np.ones(len(image.boxes)) if says == "nothing" else foreground.max(axis=1)
+        scores = np.ones(len(image.boxes)) if says in ("nothing", "class") else foreground.max(axis=1)
         order = np.argsort(-scores, kind="stable")
         labels = foreground[order].argmax(axis=1)
         assert np.array_equal(regions.boxes, (image.boxes[order] / 2).astype(np.float32))
         assert np.array_equal(regions.features, image.features[order].astype(np.float16))
         assert np.array_equal(regions.scores, scores[order])
-        if says in ("nothing", "label"):
+        if says in ("nothing", "label", "class"):
             assert regions.class_probs is None
-            assert np.array_equal(regions.labels, labels + 1 if says == "label" else np.ones(len(order)))
+            assert np.array_equal(regions.labels, np.ones(len(order)) if says == "nothing" else labels + 1)
             continue
         expected = np.eye(1 + CLASSES)[labels + 1] if says == "one" else image.class_probs[order]
         np.testing.assert_allclose(regions.class_probs_background_first(), expected, rtol=1e-3, atol=1e-6)
         assert np.array_equal(regions.labels_background_first(), labels + 1)
         assert regions.background == (CLASSES if more == LAST else 0)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_uniters_boxes_in_fractions_become_those_of_the_stored_image(compressed: bool, tmp_path: Path):
+    images = [features_of(number, boxes=3 + number) for number in range(3)]
+    bad = images[2].boxes / 100
+    file = write_uniter(tmp_path / "f", images, compressed, norm_bb=bad)
+    *good, wrong = detector_of(file).detect([a_sample(number) for number in range(3)])
+    for image, regions in zip(images[:2], good, strict=True):
+        order = np.argsort(-image.class_probs[:, 1:].astype(np.float16).max(axis=1), kind="stable")
+        np.testing.assert_allclose(regions.boxes, image.boxes[order] / 2, atol=0.05)
+        assert np.array_equal(regions.features, image.features[order].astype(np.float16))
+        assert np.array_equal(regions.class_probs, image.class_probs[order].astype(np.float16))
+        assert np.array_equal(regions.labels, image.class_probs[order, 1:].argmax(axis=1) + 1)
+    assert wrong.startswith("bad_features: f: 000002.npz has a bad box 0 for its image, in fractions")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +165,18 @@ def test_an_image_finds_its_row_as_the_setting_says(match: str, name: str, url: 
     (regions,) = detector_of(file, f"--imported.match={match}").detect([sample])
     assert isinstance(regions, Regions) == found
     assert found or regions.startswith(f"no_features: no row has the {match} of ")
+
+
+def test_half_a_file_is_seen_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture):
+    commit_images(tmp_path / "root", [[a_sample(number) for number in range(4)]])
+    file = write_tsv(tmp_path / "f.tsv", [features_of(number) for number in range(2)])
+    main([str(tmp_path / "root"), "captions", *fields_of(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("captions: 1 of 1 shards: 10 regions, 2 no_features, 2 ok; ")
+    assert lines[1].endswith(", all rows: 2 no_features, 2 ok")
+    assert lines[2].startswith(
+        "captions: 2 of 4 images have no regions, such as no_features: no row has the file_name of"
+    )
 
 
 def test_several_files_are_one_detector(tmp_path: Path):
@@ -167,6 +203,7 @@ def test_the_id_follows_content_and_settings_but_not_names(tmp_path: Path):
 ONE_BOX = np.array([[10, 10, 50, 50]], np.float32)
 ONE = {"num_boxes": 1, "features": np.zeros(16, np.float32)}
 HOSTILE = pickle.dumps({"features": print})
+FORGED = msgpack.packb({"features": packed(ONE_BOX) | {b"type": "|O"}})
 BAD = "bad_features: f: 000001 has "
 
 
@@ -188,6 +225,7 @@ BAD = "bad_features: f: 000001 has "
         (write_npz, {"x": np.array([None])}, "bad_features: f: 000001 Object arrays cannot be loaded"),
         (write_lmdb, {"raw": HOSTILE}, "bad_features: f: 000001 wants to load builtins.print, which features"),
         (write_lmdb, {"raw": b"\x80\x04"}, "bad_features: f: 000001 is not a pickle or is truncated"),
+        (write_lmdb, {"raw": FORGED}, "bad_features: f: 000001 cannot create an OBJECT array"),
         (write_lmdb, {"raw": b"N."}, "bad_features: f: 000001 is None, not a dict of fields"),
         (write_h5, {"features": h5py.ExternalLink("g.h5", "/x")}, "bad_features: f: 000001 features is not a dataset"),
         (write_h5, {"obj_id": np.zeros(5)}, BAD + "objects_id of type float64, not int64"),
@@ -216,6 +254,20 @@ def flat_h5(file: Path) -> Path:
     return file
 
 
+def one_npz(file: Path) -> Path:
+    return next(write_npz(file.with_suffix(".folder"), [features_of(1)]).iterdir()).rename(file)
+
+
+def folder_of(*names: str) -> Writer:
+    def make(folder: Path) -> Path:
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(b"\x93NUMPY")
+        return folder
+
+    return make
+
+
 def cut(write: Writer, part: str = "") -> Writer:
     def make(file: Path) -> Path:
         made = write(file.with_suffix(".zip" if write is write_json else ""), [features_of(n) for n in range(9)])
@@ -230,7 +282,7 @@ def cut(write: Writer, part: str = "") -> Writer:
     ("make", "more", "message"),
     [
         (lambda file: file, [], "feature file .*f does not exist"),
-        (lambda file: file.mkdir() or file, [], r"f has neither an LMDB's data\.mdb nor a \*\.json"),
+        (lambda file: file.mkdir() or file, [], r"f has neither data\.mdb of an LMDB nor \*\.json .*, but nothing"),
         (plain(b"\n"), [], "f has 1 columns in its first line, not 6"),
         (plain(b"boxes\tfeatures\r\n"), [], "f has the columns boxes, features, but none for the image_id"),
         (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
@@ -239,6 +291,12 @@ def cut(write: Writer, part: str = "") -> Writer:
         (cut(write_json), [], "f is damaged or not a feature file"),
         (cut(write_lmdb, "data.mdb"), [], "f is truncated"),
         (cut(write_h5), [], "f is damaged or not a feature file"),
+        (one_npz, [], "f has neither .*, but .*x.npy, .*; give the folder of this .npz"),
+        (folder_of("a.npy", "a_info.npy"), [], "f has neither .*, but a.npy, .* mmf's lmdb_conversion.py"),
+        (folder_of("a.tsv", "._b.json"), [], "f has neither .*, but a.tsv; give the files with the features"),
+        (plain(b'1\t{"num_boxes": 1, "features": ""}\n'), [], "f is VinVL's TSV"),
+        (plain(pickle.dumps({"a": 1})), [], "f is in none of the formats"),
+        (plain(b'{"a": {"boxes": []}}'), [], "f is in none of the formats"),
         (flat_h5, [], "f has image_features but no group for each image"),
         (lambda file: write_lmdb(file, [features_of(1)], raw=HOSTILE), [], "wants to load builtins.print"),
     ],

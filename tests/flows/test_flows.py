@@ -15,10 +15,12 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Failed
 from pydantic import TypeAdapter
+from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
 
 from demo.data import DemoData
+from detectors.annotated import AnnotatedDetector
 from detectors.config import DetectionConfig
-from detectors.run import STORAGE_UNREACHABLE
+from detectors.run import STORAGE_UNREACHABLE, detect_pending
 from flows.collect import is_transient
 from flows.detect import detect, detect_dataset, detect_flow
 from flows.finetune import finetune, finetune_flow
@@ -211,3 +213,12 @@ def test_a_stage_or_an_evaluation_that_is_done_starts_no_process_and_one_with_ot
         finetune(str(root), work, renamed)
     with pytest.raises(Started, match=r"-m vlbert\.evaluation\.evaluate "):
         finetune(str(root), work, other_split)
+
+
+def test_a_detection_without_regions_for_most_images_fails_also_when_nothing_is_left(tmp_path: Path):
+    images = [image_sample(number, rectangles(84, 112, number)) for number in range(3)]
+    catalog = commit_images(tmp_path / "root", [images])
+    file = coco_annotations(tmp_path / "a.json", {1: [(0, 0, 10, 10)]})
+    detect_pending(catalog, AnnotatedDetector(file))
+    with pytest.raises(ValueError, match="2 of 3 images have no regions, such as no_annotation: "):
+        detect(str(tmp_path / "root"), "captions", DetectionConfig("annotated", annotations=str(file)))

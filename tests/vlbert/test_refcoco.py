@@ -59,6 +59,19 @@ def test_a_refs_file_may_be_of_python_2(tmp_path, written, value):
     assert refcoco.read_plain_pickle(tmp_path / "refs") == [value]
 
 
+def test_the_numbers_of_refs_may_be_numpys(tmp_path, samples):
+    write_refcoco(tmp_path, samples)
+    expected = read_expressions(tmp_path)
+
+    def to_numpy(refs: list[dict]) -> None:
+        for ref in refs:
+            ref |= {name: np.int64(value) for name, value in ref.items() if type(value) is int}
+            ref["sentences"] = [entry | {"sent_id": np.int32(entry["sent_id"])} for entry in ref["sentences"]]
+
+    change_refs(tmp_path, to_numpy)
+    assert read_expressions(tmp_path) == expected
+
+
 REFS = "refs(unc).p"
 WRONG_FILES = [  # the file, or what is in it; its new bytes, or the change; what is named
     ("refs", lambda refs: refs[1].pop("ann_id"), r"refs\(unc\).p .*references\[1\]: KeyError: 'ann_id'"),

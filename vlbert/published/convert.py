@@ -22,7 +22,7 @@ from torch import Tensor
 
 from detectors.weights.tensor_files import read_tensors
 from storage.programs import Command, Positional
-from storage.safe_json import parse_json
+from storage.safe_json import parse_json, short_repr
 from storage.settings import to_json
 from training.checkpoint import load_tensors
 from vlbert.checkpoint import CONFIG, model_files, read_model
@@ -130,6 +130,15 @@ def identify(theirs: dict[str, Tensor], hints: Hints = NO_HINTS) -> Published:
     return kind.from_shapes({kind.plain_name(key): tuple(tensor.shape) for key, tensor in theirs.items()}, hints)
 
 
+def _check_fusion(published: Published, config: Path, hints: Hints) -> None:
+    """Raise ValueError if a ViLBERT's configuration file, which the hub has beside the weights, contradicts `hints`."""
+    if isinstance(published, PublishedViLBert) and config.is_file():
+        fusion = parse_json(config.read_bytes(), str(config)).get("fusion_method", hints.fusion_method)
+        if fusion != hints.fusion_method:
+            fix = f"give --fusion_method {fusion}" if fusion in ("mul", "sum") else "only mul and sum can be converted"
+            raise ValueError(f"{config} has fusion_method {short_repr(fusion)}: {fix}")
+
+
 def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hints = NO_HINTS) -> list[dict]:
     """Convert a published file to a model folder. Returns `convert`'s report. Raises ValueError for an invalid file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -137,6 +146,7 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
     theirs = read_tensors(file)
     try:
         published = identify(theirs, hints)
+        _check_fusion(published, file.with_name(CONFIG), hints)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     tensors, report = convert(theirs, published, str(file))

@@ -80,6 +80,7 @@ _TWO_STREAMS = (
 )
 _WORD_BIAS = {"cls.predictions.bias": "head.word_bias"}
 _WORDS, _DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+_NUMBERS = "bert.embeddings.position_ids"  # only in files that newer versions of transformers have saved
 _UNUSED = ("q_dense1", "q_dense2")  # layers of each co-attention layer's biOutput that their code never uses
 # Prefixes of keys of an encoder that was saved alone, without the prefix `bert.`.
 _BARE = ("embeddings.", "v_embeddings.", "image_embeddings.", "encoder.", "t_pooler.", "v_pooler.", "pooler.")
@@ -153,9 +154,9 @@ class PublishedViLBert(Published):
         """Remove the prefixes of training wrappers from a key, and rename it as in the authors' latest files.
 
         In older files, LayerNorms have gamma and beta instead of weight and bias. In files without heads, keys lack the
-        prefix "bert.".
+        prefix "bert.", or it is "vilbert.".
         """
-        name = strip_wrappers(key).replace("gamma", "weight").replace("beta", "bias")
+        name = strip_wrappers(key).removeprefix("vilbert.").replace("gamma", "weight").replace("beta", "bias")
         return f"bert.{name}" if name.startswith(_BARE) else name
 
     @classmethod
@@ -184,11 +185,12 @@ class PublishedViLBert(Published):
 
     def entries(self) -> list[dict]:
         theirs = {name: key for key, name in (map_names(self.model.layers) | map_task_names(self.task)).items()}
-        entries = [{"theirs": theirs[name], "dtype": "float32", "ours": name} for name in self.skeleton]
+        entries: list[dict] = [{"theirs": theirs[name], "dtype": "float32", "ours": name} for name in self.skeleton]
         if self.task is not None:
             entries += [entry | {"theirs": _DECODER} for entry in entries if entry["theirs"] == _WORDS]
         kept = self._unused_layers() | self.other_heads
-        return entries + [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
+        entries += [{"theirs": key, "dtype": "float32", "kept": list(shape)} for key, shape in kept.items()]
+        return [*entries, {"theirs": _NUMBERS, "dtype": "int64", "kept": [1, self.model.max_positions]}]
 
     def _unused_layers(self) -> Shapes:
         """Return the shapes, by key, of the co-attention tensors in the authors' files that their code does not use."""
