@@ -23,6 +23,7 @@ import numpy as np
 from storage.digests import sha256_of
 from storage.pickles import read_pickle
 from storage.safe_json import parse_json, printable, short_repr
+from storage.signatures import START_BYTES, describe_foreign
 
 # Our name for each field, and its names in files.
 FIELDS = {
@@ -83,17 +84,18 @@ def stem_of(name: str) -> str:
 
 def open_rows(path: Path) -> FeatureRows:
     """Open a feature file or folder. Damaged files raise any exception, files of unknown formats UnusableFile."""
-    if path.is_dir():
-        return _open_lmdb(path) if (path / "data.mdb").is_file() else _open_members(path)
-    with open(path, "rb") as stream:
-        start = stream.read(20)
+    database = path / "data.mdb"
+    if path.is_dir() and not database.is_file():
+        return _open_members(path)
+    with open(database if path.is_dir() else path, "rb") as stream:
+        start = stream.read(START_BYTES)
+    if problem := describe_foreign(start, ("zip",)):
+        raise UnusableFile(problem)
     if start.startswith(b"PK\x03\x04"):
         return _open_members(path)
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return _open_h5(path)
-    if start.startswith(b"\x1f\x8b"):
-        raise UnusableFile("is compressed with gzip, so its rows cannot be located; unpack it")
-    return _open_lmdb(path) if start[16:] == _LMDB_MAGIC else _open_tsv(path)
+    return _open_lmdb(path) if path.is_dir() or start[16:20] == _LMDB_MAGIC else _open_tsv(path)
 
 
 def _open_tsv(path: Path) -> FeatureRows:
@@ -146,7 +148,9 @@ def _open_members(path: Path) -> FeatureRows:
     # macOS adds a file with a leading dot for each file that it copies.
     members = [n for n in members if n.endswith((".json", ".npz")) and not n.split("/")[-1].startswith(".")]
     if not members:
-        raise UnusableFile("has neither an LMDB's data.mdb nor a *.json or *.npz file for each image")
+        raise UnusableFile(
+            "has neither an LMDB's data.mdb nor a *.json or *.npz file for each image; if it is a packed TSV, unpack it"
+        )
 
     def sha256() -> str:
         if not path.is_dir():
@@ -160,6 +164,8 @@ def _open_members(path: Path) -> FeatureRows:
             data = (path / name if path.is_dir() else path).read_bytes()
         else:
             data = archive.read(name)
+        if problem := describe_foreign(data, ("zip",)):
+            raise ValueError(problem)
         if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

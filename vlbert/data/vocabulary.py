@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from storage.signatures import read_file
+
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -38,7 +40,7 @@ class Vocabulary:
     def read(cls, file: str | Path) -> "Vocabulary":
         """Read a vocab.txt, which has one token per line. A token's id is its line number, counted from 0."""
         try:
-            text = Path(file).read_text(encoding="utf-8")
+            text = read_file(Path(file)).decode()
         except FileNotFoundError:
             raise ValueError(f"there is no vocabulary {file}; name BERT's vocab.txt, one token per line") from None
         except UnicodeDecodeError as error:
