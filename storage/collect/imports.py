@@ -1,5 +1,6 @@
 """Import of local images: files in a folder, and members of tars (storage/collect/tars.py)."""
 
+import contextlib
 import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,8 +44,11 @@ def find_file(folder: Path, name: str) -> Path:
     for path in (folder / name, *(folder / unicodedata.normalize(form, name) for form in ("NFC", "NFD"))):
         if path.is_file():
             return path
-    is_windows = "\\" in name and (folder / name.replace("\\", "/")).is_file()
-    hint = "; write / in place of the backslashes of Windows, and the file is found" if is_windows else ""
+    hint = ""
+    if "\\" in name:
+        with contextlib.suppress(ValueError):
+            file = find_file(folder, name.replace("\\", "/"))
+            hint = f"; with / in place of the backslashes of Windows, it is {file}"
     raise ValueError(f"it does not exist, or is not a regular file{hint}")
 
 

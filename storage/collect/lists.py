@@ -5,7 +5,6 @@ names instead of URLs. A row of the file with several captions gives several row
 status. If the file cannot be read, ValueError is raised.
 """
 
-import ast
 import contextlib
 import csv
 import gzip
@@ -32,7 +31,6 @@ from storage.signatures import START_BYTES, check_start
 # Suffixes of images. The first are preferred if an image is in several formats; some of the last are not read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif")
 IMAGE_SUFFIXES += (".jp2", ".jxl", ".svg")
-LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _SAMPLED = 100  # rows from which columns are detected
 _BATCH = 100  # rows of a Parquet file that are decoded at a time; some hold images
 _MAX_LINE = 2**20  # bytes; a longer line is read as several lines
@@ -79,12 +77,6 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
     names = list(dict.fromkeys(name for row in good for name in row))
     matches = [[name for name in names if name.lower() in names_known] for names_known in known]
     matches = [[name for name in same if name.lower() not in _RARE] or same for same in matches]
-    images = [name for row in good[:1] for name, value in row.items() if _is_image(value)]
-    if images and not {*(columns[:1] or matches[0])} - {*images}:
-        raise ValueError(
-            f"{file} has the images themselves, in its column {printable(images[0])}; docs/images.md has code that "
-            "writes them to a folder with a list"
-        )
     if not names:
         raise ValueError(f"{file} has no readable row{f': {rows[0]}' if rows else ''}")
     listed = printable(", ".join(names))[:500]
@@ -93,21 +85,16 @@ def find_reading(file: Path, columns: Sequence[str] = (), of_folder: bool = Fals
         if missing:
             raise ValueError(f"{file} has no column {short_repr(missing[0])}; it has {listed}")
     elif names == ["1", "2"]:
-        columns = _guess(good, of_folder)
+        columns = _guess(good)
     elif [len(same) for same in matches] == [1, 1]:
         scalars = [name for name in names if all(isinstance(row.get(name), Scalar) for row in good)]
         columns = (matches[0][0], matches[1][0], *license_column(scalars))
-    elif names == ["1"]:
-        raise ValueError(
-            f"{file} has one column: no tab, comma, ; or | separates URL and caption in its first line, "
-            f"{redacted(short_repr(head))}; write a tab between them"
-        )
     else:
         problem = "more than one" if all(matches) else "none"
         first = redacted(f", or to names in its first line: {short_repr(head)}") if head and not header else ""
         raise ValueError(
             f"{file} has the columns {listed}, {problem} with a known name for URL or caption; set columns to the "
-            f"names of the two{first}"
+            f"names of the two{first}. docs/images.md lists the formats, and has code to unpack images from Parquet"
         )
     captions = (row.get(columns[1]) for row in good)
     several = any(isinstance(cell, list) or _LIKE_A_LIST.fullmatch(str(cell)) for cell in captions)
@@ -130,24 +117,16 @@ def _is_header(cells: list[str] | ValueError, known: Sequence[Sequence[str]]) ->
     return all(not lower.isdisjoint(names) for names in known)
 
 
-def _is_image(value: Any) -> bool:
-    """Return True for a cell with an image, as Parquet files of the Hugging Face Hub have it."""
-    return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
-
-
-def _guess(rows: Sequence[dict[str, str]], of_folder: bool) -> tuple[str, str]:
+def _guess(rows: Sequence[dict[str, str]]) -> tuple[str, str]:
     """Return the columns "1" and "2" in the order (URL column, caption column), guessed from the values in `rows`."""
-    is_reference = _is_file_name if of_folder else LIKE_A_URL.match
-    first, second = (sum(bool(is_reference(row[name])) for row in rows) for name in ("1", "2"))
+    first, second = (sum(_is_reference(row[name]) for row in rows) for name in ("1", "2"))
     return ("1", "2") if first > second else ("2", "1")
 
 
 def _is_reference(cell: str) -> bool:
-    return re.fullmatch(r'\s*https?://[^\s"]+\s*', cell, re.IGNORECASE) is not None or _is_file_name(cell)
-
-
-def _is_file_name(cell: str) -> bool:
-    return cell.strip().lower().endswith(IMAGE_SUFFIXES) or _NUMBERED.fullmatch(cell.strip()) is not None
+    """Return True if a cell looks like a URL or the name of an image file."""
+    url = re.fullmatch(r'\s*https?://[^\s"]+\s*', cell, re.IGNORECASE)
+    return url is not None or cell.strip().partition("#")[0].lower().endswith(IMAGE_SUFFIXES)
 
 
 def license_column(names: Iterable[str]) -> tuple[str, ...]:
@@ -202,19 +181,13 @@ def read_captions(file: Path) -> Iterator[CaptionRow]:
 
 
 def split_captions(value: Any, name: str) -> list[str]:
-    """Return the captions of a cell: a string, a list, or a list written as a string, in JSON or Python.
+    """Return the captions of a cell: a string, a list, or a string with a list in JSON. A missing caption is "".
 
-    A missing caption is "". Of an object, `raw` is the caption (as in Karpathy's splits). Raises ValueError, with the
-    column's `name`, for other values.
+    Of an object, `raw` is the caption (as in Karpathy's splits). Raises ValueError, with the column's `name`, for other
+    values.
     """
     if isinstance(value, str) and _LIKE_A_LIST.fullmatch(value):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            if re.search(r"""['"]\s+['"]""", value):  # numpy prints no commas, and Python would join the strings
-                raise ValueError(f"{short_repr(name)} is {short_repr(value)}; write a list as JSON") from None
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                value = ast.literal_eval(value)
+        value = parse_json(value, f"the list in {short_repr(name)}", list, "write it as JSON")
     values = value if isinstance(value, list) else [value]
     return [_text(text.get("raw") if isinstance(text, dict) else text, name) for text in values] or [""]
 
@@ -224,7 +197,9 @@ def _text(value: Any, name: str) -> str:
     if value is None or value != value:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{short_repr(name)} is {short_repr(value)}, not a string; set columns to another name")
+        has_image = isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
+        fix = "docs/images.md has code to unpack images" if has_image else "set columns to another name"
+        raise ValueError(f"{short_repr(name)} is {short_repr(value)}, not a string; {fix}")
     return value
 
 
@@ -369,7 +344,7 @@ def _object_rows(file: Path, value: dict[str, Any]) -> Iterable[Any]:
     if len(tables) == 1:  # RedCaps, Karpathy's splits
         return next(iter(tables.values()))
     is_column = not {*map(str.lower, value)}.isdisjoint((*URLS, *CAPTIONS))
-    url = next(("url" if LIKE_A_URL.match(name) else "image" for name in value if _is_reference(name)), None)
+    url = next(("url" if "://" in name else "image" for name in value if _is_reference(name)), None)
     if url and not is_column:
         return ({url: name, "caption": captions} for name, captions in value.items())
     if len({len(values) for values in lists.values()}) == 1 and not all(map(str.isdecimal, value)):  # SBU

@@ -25,6 +25,7 @@ from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
 from storage.settings import FORM, check, check_choices, check_positive
+from storage.withdrawn import read_withdrawn
 
 IMAGES = "images"  # the stage that is collected
 MAX_SHARDS = 100_000  # of a dataset, because shard names have five digits
@@ -165,26 +166,28 @@ def _folder_files(store: ObjectStore, settings: CollectSettings) -> list[str]:
 
     So new files make new shards. Raises ValueError, naming files, if some of committed shards are missing or changed.
     """
-    files, catalog, committed, changed = image_files(settings.images or ""), Catalog(store, settings.name), {}, []
+    folder, catalog = settings.images or "", Catalog(store, settings.name)
+    withdrawn, committed, changed = read_withdrawn(store).urls, {}, []
     dates = {info.path: info.modified for info in store.list(catalog.path(IMAGES, ""))}
-    columns = ["row", "url", "status", "sha256"]
-    for manifest in catalog.manifests(IMAGES, [*catalog.newest(IMAGES).values()], columns):
-        if manifest.meta["source"]["reading"]["form"] != "images":
-            continue
+    names = [*catalog.newest(IMAGES).values()]
+    for manifest in catalog.manifests(IMAGES, names, ["row", "url", "status", "sha256"]):
         since = dates.get(catalog.manifest_path(IMAGES, manifest.shard), 0.0) - 60  # clocks may differ
-        for row in manifest.table.to_pylist():
-            committed[row["row"]], file = row["url"], Path(settings.images or "", row["url"])
-            if row["status"] == Status.OK and not file.is_file():
-                changed.append(f"{row['url']} is missing")
-            elif row["status"] == Status.OK and file.stat().st_ctime > since and sha256_of(file) != row["sha256"]:
-                changed.append(f"{row['url']} has changed")
+        for line in manifest.table.to_pylist() if manifest.meta["source"]["reading"]["form"] == "images" else ():
+            name, file = line["url"], Path(folder, line["url"])
+            committed[line["row"]] = name
+            if line["status"] != Status.OK or name in withdrawn:
+                continue
+            if not file.is_file():
+                changed.append(f"{name} is missing")
+            elif file.stat().st_ctime > since and sha256_of(file) != line["sha256"]:
+                changed.append(f"{name} has changed")
     if changed:
         raise ValueError(
-            f"{settings.name}: {len(changed)} files of committed shards differ in {settings.images}: "
+            f"{settings.name}: {len(changed)} files of committed shards differ in {folder}: "
             f"{', '.join(changed[:5])}. Put them back, collect the folder as another dataset, or remove them from this "
             "one with `vlbert withdraw ROOT NAME`"
         )
-    new = iter(sorted({*files} - {*committed.values()}))
+    new = iter(sorted({*image_files(folder)} - {*committed.values()}))
     return [committed.get(row) or next(new, "") for row in range(max(committed, default=-1) + 1)] + [*new]
 
 

@@ -172,11 +172,12 @@ LINES = b"a dog\r\n\na cat\n a bird\n"
         ),
         (with_text("a", 0, LINES), [("a.jpg", "a dog"), ("a.jpg", "a cat"), ("a.jpg", " a bird")]),
         (with_text("a", 0, b'["a dog", "a cat"]'), [("a.jpg", "a dog"), ("a.jpg", "a cat")]),
-        (with_text("a", 0, b"['a dog', \"a cat's\"]"), [("a.jpg", "a dog"), ("a.jpg", "a cat's")]),
+        (with_text("a", 0, b"['a dog', \"a cat's\"]"), [("a.jpg", None)]),
         (with_text("a", 0, b"['a dog' 'a cat']"), [("a.jpg", None)]),
         (with_text("a", 0, b"[a dog] ['a cat"), [("a.jpg", "[a dog] ['a cat")]),
         (with_json("a", 0, url=None, caption=["a dog", "a cat"]), [("a.png", "a dog"), ("a.png", "a cat")]),
         (with_json("a", 0, url=float("nan"), caption=float("nan")), [("a.png", None)]),
+        (with_text("a", 0, b" \n\n"), [("a.jpg", "")]),
         # As img2dataset writes one caption with line ends.
         ([*with_json("a", 0, url=None, caption="a\nb"), ("a.txt", b"a\nb")], [("a.png", "a\nb")]),
     ],
@@ -184,17 +185,17 @@ LINES = b"a dog\r\n\na cat\n a bird\n"
 def test_each_image_of_a_tar_has_a_row_for_each_of_its_captions(
     found: Members, expected: list[tuple[str, str | None]], tmp_path: Path
 ):
-    """The caption None stands for the status bad_caption."""
+    """The caption None stands for the status bad_caption, "" for empty_caption."""
     if not expected:
         with pytest.raises(ValueError, match="has no rows"):
             of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(found)))
         return
     extra = with_text("zzz", 9, b"the last")
     rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of([*found, *extra])))
-    statuses = ["bad_caption" if caption is None else "ok" for _, caption in expected]
+    statuses = [{None: "bad_caption", "": "empty_caption"}.get(caption, "ok") for _, caption in expected]
     assert [status for _, status, *_ in rows] == [*statuses, "ok"]
     assert [url for *_, url in rows] == [f"a.tar/{name}" for name, _ in expected] + ["a.tar/zzz.jpg"]
-    captions = [caption for _, caption in expected if caption is not None]
+    captions = [caption for _, caption in expected if caption]
     assert [sample.caption for sample in samples_in(tmp_path / "root")] == [*captions, "the last"]
 
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import DATA, PROJECT
+from web import draw, encode
 
 from storage.collect.lists import find_reading, read_captions, read_rows
 from storage.collect.plan import CollectSettings, prepare_rows
@@ -157,15 +158,8 @@ BROKEN[20:60] = bytes(40)
             "",
             "columns .*bbox.* none",
         ),
-        ("a.csv", b"a#b\nc#d\n", "", "one column: no tab, comma, ; or .* in its first line, .'a#b'.; write a tab"),
-        (
-            "a.parquet",
-            parquet(image=[{"bytes": b"", "path": ""}], caption=["a"]),
-            "",
-            "images themselves.*'?image.*code",
-        ),
-        ("a.parquet", parquet(jpg=[b""], txt=["a"]), "jpg,txt", "images themselves, in its column jpg"),
-        ("a.parquet", parquet(jpg=[b""]), "", "images themselves, in its column jpg"),
+        ("a.csv", b"a#b\nc#d\n", "", "the columns 1, none .* or to names in its first line: .'a#b'.*lists the formats"),
+        ("a.parquet", parquet(jpg=[b""], txt=["a"]), "", "jpg, txt, none with .* code to unpack images from Parquet"),
         ("a.parquet", foreign.LFS, "", r"a\.parquet is a Git LFS pointer"),
         ("a.tsv.gz", gzip.compress(foreign.tar_of("a.tsv"), mtime=0), "", "is packed with tar"),
         ("a.tsv", tsv(*[("a", "b", "c", "d")] * 3), "", "1, 2, 3, 4, none .* or to names in its first line: .'a', 'b'"),
@@ -181,6 +175,7 @@ def test_a_list_that_cannot_be_read_is_refused_by_file(name, data, columns, name
 
 
 GOOD = OBJECTS[0]
+HUB = parquet(image=[{"bytes": encode(draw()), "path": "a.png"}], caption=[["a dog", "a cat"]])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +196,13 @@ GOOD = OBJECTS[0]
             [100],
             "a.jsonl:101: .* several captions",
         ),
-        ("a.jsonl", lines({**GOOD, "caption": "['a' 'b']"}), "", [0], "a.jsonl, caption 1: .* write a list as JSON"),
+        (
+            "a.jsonl",
+            lines({**GOOD, "caption": "['a' 'b']"}),
+            "",
+            [0],
+            "a.jsonl, caption 1: .* write it as JSON",
+        ),
         (
             "a.jsonl",
             lines(GOOD, {**GOOD, "caption": ["a", 7]}),
@@ -219,6 +220,7 @@ GOOD = OBJECTS[0]
         ),
         ("a.jsonl", lines(GOOD) + b"{\n[1]\n" + lines(GOOD), "", [1, 2], r"a\.jsonl:2: the line is truncated"),
         ("a.json", json.dumps([GOOD, 7]).encode(), "", [1], r"a\.json, row 2: 7 is not an object"),
+        ("a.parquet", HUB, "image,caption", [0], "a.parquet, caption 1: .* code to unpack images"),
         ("a.parquet", parquet(url=URLS, n=[1] * 5), "url,n", [*range(5)], r"a\.parquet, row 1: 'n' is 1, not a str"),
     ],
 )
@@ -273,7 +275,6 @@ KARPATHY = [{"filename": "a.jpg", "sentences": [{"raw": "one", "tokens": []}, {"
         ("dataset_coco.json", json.dumps({"images": KARPATHY, "dataset": "coco"}).encode(), "filename sentences"),
         ("by-name.json", b'{"a.jpg": ["one", "two"]}', "image caption"),
         ("hub.csv", csv_of(("filename", "caption"), ("a.jpg", '["one", "two"]')), "filename caption"),
-        ("pandas.csv", csv_of(("filename", "caption"), ("a.jpg", "['one', \"two\"]")), "filename caption"),
         ("hub.parquet", parquet(image=["a.jpg"], sentences=[["one", "two"]]), "image sentences"),
         ("kaggle.csv", b"image_name| comment_number| comment\na.jpg| 0| one\na.jpg| 1| two\n", "image_name comment"),
         ("captions.txt", csv_of(("image", "caption"), ("a.jpg", "one"), ("a.jpg", "two")), "image caption"),
@@ -382,3 +383,14 @@ def test_the_commands_of_the_page_are_settings():
     page = (PROJECT / "docs" / "images.md").read_text()
     for command in re.findall(r"^    vlbert collect \S+ (\S+(?:.*\\\n)*.*)$", page, re.MULTILINE):
         assert parse(CollectSettings, command.replace("\\\n", " ").split()).origin
+
+
+def test_the_code_of_the_page_makes_a_list_from_parquet_with_images(tmp_path: Path):
+    page = (PROJECT / "docs" / "images.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.parquet").write_bytes(HUB)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    file = tmp_path / "photos.jsonl"
+    rows = [*read_rows(file, find_reading(file, of_folder=True))]
+    assert [(row.url, row.caption) for row in rows] == [("0-0.jpg", "a dog"), ("0-0.jpg", "a cat")]
+    assert (tmp_path / "photos" / "0-0.jpg").read_bytes() == encode(draw())
