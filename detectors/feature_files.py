@@ -24,6 +24,7 @@ import numpy as np
 from storage.digests import sha256_of
 from storage.pickles import read_pickle
 from storage.safe_json import parse_json, printable, short_repr
+from storage.signatures import START_BYTES, describe_foreign
 
 # Our name for each field, and its names in files.
 FIELDS = {
@@ -85,17 +86,18 @@ def stem_of(name: str) -> str:
 
 def open_rows(path: Path) -> FeatureRows:
     """Open a feature file or folder. Damaged files raise any exception, files of unknown formats UnusableFile."""
-    if path.is_dir():
-        return _open_lmdb(path) if (path / "data.mdb").is_file() else _open_members(path)
-    with open(path, "rb") as stream:
-        start = stream.read(20)
+    database = path / "data.mdb"
+    if path.is_dir() and not database.is_file():
+        return _open_members(path)
+    with open(database if path.is_dir() else path, "rb") as stream:
+        start = stream.read(START_BYTES)
+    if problem := describe_foreign(start, ("zip",)):
+        raise UnusableFile(problem)
     if start.startswith(b"PK\x03\x04"):
         return _open_members(path)
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return _open_h5(path)
-    if start.startswith(b"\x1f\x8b"):
-        raise UnusableFile("is compressed with gzip, so its rows cannot be located; unpack it")
-    return _open_lmdb(path) if start[16:] == _LMDB_MAGIC else _open_tsv(path)
+    return _open_lmdb(path) if path.is_dir() or start[16:20] == _LMDB_MAGIC else _open_tsv(path)
 
 
 def _open_tsv(path: Path) -> FeatureRows:
@@ -162,6 +164,8 @@ def _open_members(path: Path) -> FeatureRows:
     def fields(row: int) -> Iterable[tuple[str, Any]]:
         name = members[row]
         data = archive.read(name) if archive else (path / name).read_bytes()
+        if problem := describe_foreign(data, ("zip",)):
+            raise ValueError(problem)
         if name.endswith(".json"):  # VL-BERT's format; .npz is that of bottom-up-attention.pytorch
             return parse_json(data, "its text").items()
         return _read_npz(data)

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.signatures import read_file
+
 
 def read_lines(file: Path, items: str) -> list[str]:
     """Read the lines of a text file. Raises ValueError if it is unreadable. The message calls the lines `items`."""
     try:
-        return file.read_text(encoding="utf-8-sig").splitlines()
+        return read_file(file).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as a list of {items}: {error}") from error
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from storage.safe_json import printable, short_repr
+from storage.signatures import describe_foreign
 
 
 class UnsafePickle(ValueError):
@@ -109,4 +110,5 @@ def read_pickle(data: bytes, encoding: str = "latin1") -> Any:
         raise
     except Exception as error:  # a pickle is a program and can raise anything
         reason = f"{type(error).__name__}: {printable(error)[:200]}"
-        raise ValueError(f"is not a pickle or is truncated: {reason}") from error
+        problem = describe_foreign(data)
+        raise ValueError(problem or f"is not a pickle or is truncated: {reason}") from error

@@ -9,6 +9,8 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from storage.signatures import describe_foreign
+
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
 _NAMES |= {bool: "true or false", type(None): "null"}
 
@@ -23,7 +25,7 @@ def parse_json(
     fix: str = "write or fetch it again",
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """Parse JSON text in UTF-8, with or without a byte order mark.
+    """Parse JSON text in UTF-8, UTF-16 or UTF-32, with or without a byte order mark.
 
     NaN and Infinity are accepted, because Python writes them. A caller that needs finite numbers must check for them.
 
@@ -35,14 +37,16 @@ def parse_json(
             value of a name counts
 
     Raises:
-        ValueError: the text is not UTF-8, not JSON or too deeply nested, or the type of its value is not in `wanted`
+        ValueError: the text is not Unicode, not JSON or too deeply nested, or the type of its value is not in `wanted`
     """
     try:
-        text = (data if isinstance(data, str) else str(data, "utf-8")).removeprefix("\ufeff")
-        value = json.loads(text, object_pairs_hook=pairs)
+        text = data if isinstance(data, str) else str(data, json.detect_encoding(bytes(data[:4])))
+        value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=pairs)
     except RecursionError:  # without the traceback of all levels
         raise ValueError(f"{printable(location)} is nested too deeply; {fix}") from None
     except ValueError as error:
+        if problem := describe_foreign(data.encode() if isinstance(data, str) else bytes(data)):
+            raise ValueError(f"{printable(location)} {problem}") from error
         raise ValueError(f"{printable(location)} is truncated or not JSON: {printable(error)[:200]}; {fix}") from error
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     if wanted is not object and type(value) not in kinds:  # not isinstance: true is not a number

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from storage.pickles import STAND_INS, UnsafePickle, read_pickle
 from storage.safe_json import printable, short_repr
+from storage.signatures import START_BYTES, check_start
 
 _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number of torch's format before zip files
@@ -98,17 +99,15 @@ def is_safetensors(file: Path) -> bool:
 
 
 def _read_start(file: Path) -> bytes:
-    """Read the first 512 bytes. Raises ValueError if the file is missing, empty, a web page or a Git LFS pointer."""
+    """Read the first bytes. Raises ValueError if the file is missing, empty, a web page, a pointer or packed."""
     if not Path(file).is_file():
         raise ValueError(f"weight file {file} does not exist")
     with open(file, "rb") as stream:
-        start = stream.read(512)
+        start = stream.read(START_BYTES)
     if not start:
         raise ValueError(f"{file} is empty; download it again")
-    if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"<":
-        raise ValueError(f"{file} is a web page, not a weight file; download the file that it links to")
-    if start.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{file} is a Git LFS pointer, not a weight file; run git lfs pull")
+    # The name of the first member is at byte 30. In torch's zip files, it ends with data.pkl.
+    check_start(file, start, ("zip",) if b"/data.pkl" in start[30:] else ())
     return start
 
 

@@ -1,6 +1,8 @@
 """Import of local images: files in a folder, and members of tars (storage/collect/tars.py)."""
 
+import contextlib
 import itertools
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,14 +28,28 @@ def read_folder(folder: Path, names: Iterable[str], limit: int) -> Iterator[tupl
         try:
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError("it leads out of the folder")
-            if not (folder / path).is_file():
-                raise ValueError("it does not exist, or is not a regular file")
-            with open(folder / path, "rb") as file:
+            with open(find_file(folder, name), "rb") as file:
                 yield name, file.read(limit + 1)
         except (OSError, ValueError) as error:  # a NUL byte in the name raises ValueError, too
             if resource_error_hint(error):
                 raise
             yield name, Refused(Status.MISSING_FILE, f"there is no image {name[:200]!r} in {folder}: {error}")
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """Return the path of a regular file. Its name may be in another Unicode form, as macOS and Linux write accents.
+
+    Raises ValueError if there is no such file, with a hint if there is one without Windows' backslashes.
+    """
+    for path in (folder / name, *(folder / unicodedata.normalize(form, name) for form in ("NFC", "NFD"))):
+        if path.is_file():
+            return path
+    hint = ""
+    if "\\" in name:
+        with contextlib.suppress(ValueError):
+            file = find_file(folder, name.replace("\\", "/"))
+            hint = f"; with / in place of the backslashes of Windows, it is {file}"
+    raise ValueError(f"it does not exist, or is not a regular file{hint}")
 
 
 def import_images(

@@ -4,6 +4,7 @@ A JPEG that needs no change is stored byte for byte. All others are decoded, rot
 shrunk if they are too large, and encoded once. libjpeg decodes every stored image without a warning.
 """
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -17,18 +18,25 @@ from PIL import Image, UnidentifiedImageError
 from storage.collect.statuses import Refused, Status
 from storage.memory import is_memory_error
 from storage.settings import FORM, check, check_choices
+from storage.signatures import describe_foreign, image_format
 
 # Formats that are decoded, with their first bytes: only a few, because every decoder reads untrusted bytes.
 _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
+_MAGIC["TIFF"] = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_INSTALL = {"AVIF": "pillow>=11.3", "HEIF": "vlbert[heic]"}  # packages that decode further formats
 
 # Errors that Pillow's decoders raise on damaged data (found by fuzzing, tests/storage/test_normalise.py).
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
-_DAMAGE += (struct.error, zlib.error)
+_DAMAGE += (struct.error, zlib.error, RuntimeError)
+with contextlib.suppress(ImportError):
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
 Image.init()  # loads all of Pillow's readers now, because later Pillow silently skips a reader that it cannot load
 # Formats that Pillow may open, here and elsewhere. Others are a risk: for an EPS, Pillow starts Ghostscript.
 STORED_FORMATS = ("JPEG", "PNG")  # for images in shards
-COLLECTED_FORMATS = tuple(_MAGIC)  # for images from the web
-FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # for the user's own image files
+COLLECTED_FORMATS = (*_MAGIC, *sorted(_INSTALL.keys() & Image.OPEN.keys()))  # for images from the web
+FILE_FORMATS = (*COLLECTED_FORMATS, *({"JPEG2000"} & Image.OPEN.keys()))  # for the user's own image files
 
 # Errors of exhausted resources, with hints. They are not the fault of a row, so they give no status.
 _RESOURCE_HINTS = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
@@ -115,7 +123,8 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
             flags.append(str(image.format).lower())
             if getattr(image, "is_animated", False):
                 flags.append("animated")
-            if image.format == "PNG" and data[24] == 16:  # IHDR's bit depth; Pillow reduces colour images to 8 bits
+            # IHDR's bit depth; Pillow reduces colour images to 8 bits.
+            if image.mode.startswith("I;16") or (image.format == "PNG" and data[24] == 16):
                 flags.append("16_bit")
             image.load()
         orientation, readable = _read_orientation(image)
@@ -159,14 +168,15 @@ def _open(data: bytes) -> Image.Image:
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError
         if resource_error_hint(error):
             raise
-        names = [name for name, magic in _MAGIC.items() if data.startswith(magic)]
-        if not names:
-            raise Refused(
-                Status.NOT_IMAGE, f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {data[:16]!r}"
-            ) from error
+        name = image_format(data) or next((name for name, magic in _MAGIC.items() if data.startswith(magic)), "")
+        if name not in COLLECTED_FORMATS:
+            problem = f"is {name}, which is not decoded here" if name else "is of no known format"
+            hint = f"; pip install '{_INSTALL[name]}', or convert it" if name in _INSTALL else ""
+            detail = f"it {describe_foreign(data) or problem + hint}: none of {', '.join(COLLECTED_FORMATS)}"
+            raise Refused(Status.NOT_IMAGE, f"{detail}: {len(data)} bytes, first {data[:16]!r}") from error
         # Pillow's message for UnidentifiedImageError has a memory address.
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"
-        raise Refused(Status.TRUNCATED, f"starts as {names[0]}, but its header cannot be read{reason}") from error
+        raise Refused(Status.TRUNCATED, f"starts as {name}, but its header cannot be read{reason}") from error
 
 
 def _check_size(width: int, height: int, settings: ImageSettings) -> None:
@@ -235,6 +245,6 @@ def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     elif image.mode == "CMYK":
         flags.append("cmyk")
-    elif image.mode not in ("1", "L", "RGB", "P"):
+    elif image.mode not in ("1", "L", "RGB", "RGBX", "YCbCr", "P"):
         raise Refused(Status.NOT_IMAGE, f"pixels of mode {image.mode} cannot be converted to RGB or grey")
     return image.convert("L" if grey else "RGB")

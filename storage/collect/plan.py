@@ -9,10 +9,11 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.catalog import Catalog
 from storage.collect.download import image_config
 from storage.collect.fetch import DownloadSettings
 from storage.collect.lists import IMAGE_SUFFIXES, find_reading, read_rows
@@ -24,7 +25,9 @@ from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.programs import Dataset
 from storage.settings import FORM, check, check_choices, check_positive
+from storage.withdrawn import read_withdrawn
 
+IMAGES = "images"  # the stage that is collected
 MAX_SHARDS = 100_000  # of a dataset, because shard names have five digits
 
 
@@ -54,6 +57,8 @@ class CollectSettings:
     """shards that are collected, and retried, together; in a flow, by one Prefect task"""
     commit_unreachable: bool = False
     """commit a shard even if none of its hosts could be reached; set it only if these hosts are gone for good"""
+    keep_empty_captions: bool = False
+    """collect rows of a list or of tars whose caption is empty, too; they get no status `empty_caption` then"""
     retry_statuses: tuple[str, ...] = ()
     """statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows in committed shards are requested again in this run"""
 
@@ -109,7 +114,8 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
     Raises ValueError if there are no rows.
     """
     reading = find_columns(settings)
-    id = identify(settings, reading)
+    names = _folder_files(store, settings) if reading.form == "images" else []
+    id = identify(settings, reading, names)
     try:
         rows = Rows(store, settings.name, id)
     except ObjectMissing:
@@ -118,32 +124,71 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
         elif settings.webdataset:
             origin = TarSet(settings.webdataset).rows(reading)
         else:
-            origin = (CaptionRow(row, "", name) for row, name in enumerate(image_files(settings.images or "")))
+            origin = (CaptionRow(row, "", name) for row, name in enumerate(names))
+        if not settings.keep_empty_captions and settings.origin != settings.images:
+            origin = (_check_caption(row) for row in origin)
         rows = write_rows(store, settings.name, id, reading, origin)
     if not rows.count:
         raise ValueError(f"{settings.origin} has no rows to collect for {settings.name}")
     return rows
 
 
-def identify(settings: CollectSettings, reading: Reading) -> str:
+def _check_caption(row: CaptionRow) -> CaptionRow:
+    """Return the row, with the status EMPTY_CAPTION if its caption has no visible character and it has no status."""
+    is_empty = not row.status and not any(letter.isprintable() for letter in row.caption.replace(" ", ""))
+    return dataclasses.replace(row, status=Status.EMPTY_CAPTION) if is_empty else row
+
+
+def identify(settings: CollectSettings, reading: Reading, names: Sequence[str] = ()) -> str:
     """Return a hash of the origin's content and of `reading`, as 16 hex digits.
 
-    The hash covers the bytes of a list, the file names in a folder, or the names, sizes and dates of tars.
+    The hash covers the bytes of a list, the `names` of the files in a folder, or the names, sizes and dates of tars.
     """
     if settings.captions:
         facts = sha256_of(Path(settings.captions))
     else:
-        facts = TarSet(settings.webdataset).identity if settings.webdataset else image_files(settings.images or "")
-    text = json.dumps([dataclasses.asdict(reading), facts])
+        facts = TarSet(settings.webdataset).identity if settings.webdataset else names
+    text = json.dumps([dataclasses.asdict(reading), facts, settings.keep_empty_captions])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def image_files(folder: str) -> list[str]:
-    """Return the sorted names of the image files in a folder. Raises ValueError if it is not a folder."""
+    """Return the sorted names of the image files in a folder, without hidden files. Raises ValueError if it is none."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder; name a folder of image files")
-    names = sorted(file.name for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    files = (file for file in Path(folder).iterdir() if not file.name.startswith("."))
+    names = sorted(file.name for file in files if file.suffix.lower() in IMAGE_SUFFIXES)
     return [os.fsencode(name).decode(errors="backslashreplace") for name in names]  # some may not be UTF-8
+
+
+def _folder_files(store: ObjectStore, settings: CollectSettings) -> list[str]:
+    """Return the names of a folder's image files: those of committed shards in their rows, the others sorted.
+
+    So new files make new shards. Raises ValueError, naming files, if some of committed shards are missing or changed.
+    """
+    folder, catalog = settings.images or "", Catalog(store, settings.name)
+    withdrawn, committed, changed = read_withdrawn(store).urls, {}, []
+    dates = {info.path: info.modified for info in store.list(catalog.path(IMAGES, ""))}
+    names = [*catalog.newest(IMAGES).values()]
+    for manifest in catalog.manifests(IMAGES, names, ["row", "url", "status", "sha256"]):
+        since = dates.get(catalog.manifest_path(IMAGES, manifest.shard), 0.0) - 60  # clocks may differ
+        for line in manifest.table.to_pylist() if manifest.meta["source"]["reading"]["form"] == "images" else ():
+            name, file = line["url"], Path(folder, line["url"])
+            committed[line["row"]] = name
+            if line["status"] != Status.OK or name in withdrawn:
+                continue
+            if not file.is_file():
+                changed.append(f"{name} is missing")
+            elif file.stat().st_ctime > since and sha256_of(file) != line["sha256"]:
+                changed.append(f"{name} has changed")
+    if changed:
+        raise ValueError(
+            f"{settings.name}: {len(changed)} files of committed shards differ in {folder}: "
+            f"{', '.join(changed[:5])}. Put them back, collect the folder as another dataset, or remove them from this "
+            "one with `vlbert withdraw ROOT NAME`"
+        )
+    new = iter(sorted({*image_files(folder)} - {*committed.values()}))
+    return [committed.get(row) or next(new, "") for row in range(max(committed, default=-1) + 1)] + [*new]
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

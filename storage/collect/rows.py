@@ -57,19 +57,20 @@ Extra = dict[str, Scalar]  # further columns of a row, by name
 class Reading:
     """The format and columns of an origin (a caption list, a folder of images, or tars)."""
 
-    form: str  # tsv, csv, jsonl, json, parquet, webdataset or images
+    form: str  # tsv, csv, csv with ;, tsv with |, jsonl, json, parquet, webdataset or images
     columns: tuple[str, ...] = ()  # URL, caption, and further ones to keep; for tars, as in the settings
     header: bool = False  # whether the first line has the column names (TSV and CSV)
+    several: bool = False  # whether a row of the file may have several captions, each of which is a row here
 
     def __str__(self) -> str:
-        header = " with a header" if self.header else ""
-        return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
+        header, several = " with a header" * self.header, ", several captions a row" * self.several
+        return f"{self.form}{header}, columns {', '.join(self.columns)}{several}" if self.columns else self.form
 
     def location(self, origin: str, row: int) -> str:
         """Return the position of a row, for messages: FILE:LINE if each row is one line, else "FILE, row N"."""
-        if self.form in ("tsv", "jsonl"):
+        if self.form.startswith(("tsv", "jsonl")) and not self.several:
             return f"{origin}:{row + 1 + self.header}"
-        return f"{origin}, row {row + 1}"
+        return f"{origin}, {'caption' if self.several else 'row'} {row + 1}"
 
 
 @dataclass(frozen=True, slots=True)

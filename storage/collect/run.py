@@ -27,7 +27,7 @@ from storage.claims import Claims, exit_at_sigterm
 from storage.collect.download import Downloader, commit_images, run_all
 from storage.collect.imports import import_images, read_folder
 from storage.collect.normalise import NormalisedImage
-from storage.collect.plan import CollectSettings, Part, identify, plan, prepare_rows, source_of
+from storage.collect.plan import IMAGES, CollectSettings, Part, identify, plan, prepare_rows, source_of
 from storage.collect.rows import CaptionRow, Rows
 from storage.collect.spool import Spool
 from storage.collect.statuses import NOT_REQUESTED, UNREACHABLE, Status
@@ -39,7 +39,6 @@ from storage.progress import progress_line
 from storage.redact import display_url
 from storage.withdrawn import Withdrawn, read_withdrawn
 
-IMAGES = "images"
 SHARDS_AT_ONCE = 8  # shards of a group in parallel: while one waits for slow servers, the others continue
 # Fewer rows on fewer hosts may all be gone. With more, the cause is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20

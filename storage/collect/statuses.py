@@ -22,6 +22,7 @@ class Status(StrEnum):
     DUPLICATE = "duplicate", "an earlier row of the list has the same URL and caption"
     WITHDRAWN = withdrawn.WITHDRAWN, "its URL, or the same image at another URL, was withdrawn with `vlbert withdraw`"
     BAD_ROW = "bad_row", "the row of the list cannot be read, or has no URL or no caption in its columns"
+    EMPTY_CAPTION = "empty_caption", "the caption is empty or has only spaces (`keep_empty_captions`)"
     BAD_URL = "bad_url", "not an absolute http(s) URL with a host and without a user name, or it cannot be parsed"
     BLOCKED_ADDRESS = (
         "blocked_address",
@@ -57,7 +58,10 @@ class Status(StrEnum):
         "bad_caption",
         "the caption of an image in a tar is missing, too long or cannot be read (import only)",
     )
-    NOT_IMAGE = "not_image", "not an image in a supported format: JPEG, PNG, GIF, WebP, BMP"
+    NOT_IMAGE = (
+        "not_image",
+        "not an image in a supported format: JPEG, PNG, GIF, WebP, BMP, TIFF; AVIF, HEIC if installed",
+    )
     TRUNCATED = "truncated", "the image file ends early or is damaged"
     TOO_MANY_PIXELS = "too_many_pixels", "more pixels than `max_pixels`, or crafted to be costly to decode"
     BAD_GEOMETRY = (
@@ -72,8 +76,8 @@ class Status(StrEnum):
 
 
 UNREACHABLE = {Status.DNS, Status.CONNECT, Status.TIMEOUT, Status.HOST_TIMEOUT}  # the statuses of an offline machine
-NOT_REQUESTED = {Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW, Status.BAD_URL, Status.BLOCKED_ADDRESS}
-_FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW}  # no request would change them
+_FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW, Status.EMPTY_CAPTION}  # not by a request
+NOT_REQUESTED = _FINAL - {Status.OK} | {Status.BAD_URL, Status.BLOCKED_ADDRESS}
 
 
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:

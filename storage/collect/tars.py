@@ -1,7 +1,8 @@
 """Import of WebDataset tars, such as img2dataset's: KEY.jpg (or another image) with KEY.txt, KEY.json or both.
 
-The webdataset library groups the members into samples without reading their contents. A .txt or .json of more than
-MAX_MEMBER bytes is refused. Only the position of an image is recorded, so that the image can be read later.
+The webdataset library groups the members into samples without reading their contents. Hidden files and those of macOS
+are skipped. A .txt or .json of more than MAX_MEMBER bytes is refused. Only the position of an image is recorded, so
+that the image can be read later.
 """
 
 import itertools
@@ -12,17 +13,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from storage.collect.lists import CAPTIONS, IMAGE_SUFFIXES, URLS, license_column, scalar
+from storage.collect.lists import CAPTIONS, IMAGE_SUFFIXES, URLS, license_column, scalar, split_captions
 from storage.collect.rows import CaptionRow, Place, Reading
 from storage.collect.statuses import Status
 from storage.object_store import open_object, open_store
 from storage.programs import require
-from storage.safe_json import parse_json, printable, short_repr
+from storage.safe_json import parse_json, printable
+from storage.signatures import START_BYTES, check_start
 
 MAX_MEMBER = 2**20  # maximum bytes of a .txt or .json in a tar
 _END = 1024  # minimum bytes of zeros at the end of a tar
-_ALL_IMAGES = (*IMAGE_SUFFIXES, ".tif", ".tiff", ".avif", ".heic", ".jxl", ".svg")  # also unsupported formats
-_META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
+# Members that webdataset skips, and hidden files and those that macOS adds.
+_META = re.compile(r"__[^/]*__($|/)|(.*/)?(__MACOSX/|\.(?!\.?/)[^/]*($|/))")
 _Members = dict[str, tarfile.TarInfo]  # lower-case extension -> member of a sample
 
 
@@ -36,7 +38,8 @@ class TarSet:
         self._store = open_store(root, write=False)
         self._tars = [info for info in self._store.list() if info.path.endswith(".tar")]
         if not self._tars:
-            raise ValueError(f"{root} contains no .tar file")
+            packed = next((f", but {info.path}: unpack it" for info in self._store.list() if ".tar." in info.path), "")
+            raise ValueError(f"{root} contains no .tar file{packed}")
 
     @property
     def identity(self) -> list:
@@ -68,13 +71,33 @@ def group_samples(stream: BinaryIO, uri: str) -> Iterator[tuple[str, _Members]]:
     """
     from webdataset.tariterators import group_by_keys
 
+    check_start(uri, stream.read(START_BYTES), ("tar",))
+    stream.seek(0)
     files = ({"fname": member.name, "data": member, "__url__": uri} for member in _read_members(stream))
     try:
         for sample in group_by_keys(files):
             members = {name: value for name, value in sample.items() if isinstance(value, tarfile.TarInfo)}
-            yield sample["__key__"], members
+            yield from _split_sample(sample["__key__"], members)
     except ValueError as error:
         raise ValueError(f"{uri} cannot be read: {printable(error.args[0])}; copy or write it again") from error
+
+
+def _split_sample(key: str, members: _Members) -> Iterator[tuple[str, _Members]]:
+    """Yield the samples among members whose names are equal up to the first dot, which ends WebDataset's key.
+
+    Names with more dots (22.01.png, 22.01.txt) are samples of their own if they have an image and a text, or if no
+    image has the key alone. So 22.mask.png beside 22.png is none.
+    """
+    by_key: dict[str, _Members] = {key: {}}
+    for name, member in members.items():
+        more, _, extension = name.rpartition(".")
+        by_key.setdefault(f"{key}.{more}" if more else key, {})[extension] = member
+    has_image = {name: any(f".{part}" in IMAGE_SUFFIXES for part in group) for name, group in by_key.items()}
+    has_text = {name: not group.keys().isdisjoint(("txt", "json")) for name, group in by_key.items()}
+    alone = has_image.pop(key)
+    dotted = [name for name, image in has_image.items() if image and (has_text[name] or not alone)]
+    for name in dotted if dotted and not alone else (key, *dotted):
+        yield name, by_key[name]
 
 
 def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
@@ -97,35 +120,33 @@ def _read_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
 def _make_rows(tar: str, key: str, members: _Members, reading: Reading, stream: BinaryIO) -> Iterator[tuple]:
     """Yield the rows of one sample, each as a tuple of CaptionRow's fields after `row`.
 
-    If the sample has an image in a supported format, there is one row, for the first such image. Otherwise there is a
-    row for each image in another format or, if the sample has only text, one row without an image. If the sample has no
-    URL, the path of the tar and the image's name (or the sample's key) are used instead.
+    If the sample has an image, there is a row for each of its captions. The lines of a .txt are captions, unless the
+    whole text is in the .json. If the sample has only text, there is one row without an image. If it has no URL, the
+    path of the tar and the image's name (or the sample's key) are used instead.
     """
-    url, text, extra, fault = None, "", None, ""
+    url, texts, extra, fault = None, [""], None, ""
     try:
         fields = _read_fields(members, stream)
         names = reading.columns or _recognise(fields)
         url, text = (fields.get(name) for name in names[:2])
-        if not isinstance(text, str):
-            fault = "no caption" if text is None else f"{short_repr(names[1])} is {short_repr(text)}, not a string"
+        if text is None or text != text:  # NaN is a missing value
+            fault = "no caption"
+        else:
+            texts = split_captions(text, names[1])
+        if names[1] == "txt" and text not in [value for name, value in fields.items() if name != "txt"]:
+            texts = [line.rstrip("\r") for text in texts for line in text.split("\n") if line.strip()] or [""]
         extra = {name: scalar(fields.get(name), name) for name in names[2:]} or None
     except ValueError as error:
         fault = printable(error)
-    image = next((member for extension, member in members.items() if f".{extension}" in IMAGE_SUFFIXES), None)
-    unread = [_utf8(member.name) for member in members.values() if member.name.lower().endswith(_ALL_IMAGES)]
-
-    def row(name: str, status: str, detail: str, place: Place | None = None) -> tuple:
-        address = url if isinstance(url, str) else f"{tar}/{name}"
-        return text if isinstance(text, str) else "", address, extra, "", status, detail, place
-
+    image = next((members[suffix[1:]] for suffix in IMAGE_SUFFIXES if suffix[1:] in members), None)
+    name, place, status, detail = key, None, Status.MISSING_FILE, f"{tar} has no image {key}"
     if image is not None:
+        name, place = _utf8(image.name), Place(tar, image.offset_data, image.size)
         status, detail = (Status.BAD_CAPTION, f"{key} of {tar}: {fault}") if fault else ("", "")
-        yield row(_utf8(image.name), status, detail, Place(tar, image.offset_data, image.size))
-    elif unread:
-        for name in unread:
-            yield row(name, Status.MISSING_FILE, f"{tar} has no image {key}; {name} is not read as an image")
-    elif not members.keys().isdisjoint(("txt", "json")):
-        yield row(key, Status.MISSING_FILE, f"{tar} has no image {key}")
+    if image is not None or not members.keys().isdisjoint(("txt", "json")):
+        address = url if isinstance(url, str) else f"{tar}/{name}"
+        for text in texts if image is not None else texts[:1]:
+            yield text, address, extra, "", status, detail, place
 
 
 def _read_fields(members: _Members, stream: BinaryIO) -> dict[str, Any]:

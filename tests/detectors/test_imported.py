@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foreign
 import h5py
 import msgpack
 import numpy as np
@@ -278,6 +279,12 @@ def cut(write: Writer, part: str = "") -> Writer:
     return make
 
 
+def in_folder(folder: Path, name: str, data: bytes) -> Path:
+    folder.mkdir()
+    (folder / name).write_bytes(data)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("make", "more", "message"),
     [
@@ -285,7 +292,12 @@ def cut(write: Writer, part: str = "") -> Writer:
         (lambda file: file.mkdir() or file, [], r"f has neither data\.mdb of an LMDB nor \*\.json .*, but nothing"),
         (plain(b"\n"), [], "f has 1 columns in its first line, not 6"),
         (plain(b"boxes\tfeatures\r\n"), [], "f has the columns boxes, features, but none for the image_id"),
-        (plain(gzip.compress(b"1\t9")), [], "f is compressed with gzip, .*; unpack it"),
+        (plain(gzip.compress(b"1\t9")), [], "f is packed with gzip; unpack it with gunzip"),
+        (plain(foreign.LFS), [], "f is a Git LFS pointer"),
+        (lambda file: in_folder(file, "data.mdb", foreign.LFS), [], "f is a Git LFS pointer"),
+        (lambda file: in_folder(file, "a.json", foreign.LFS), [], "f: a, is a Git LFS pointer"),
+        (lambda file: in_folder(file, "a.npz", foreign.LFS), [], "f: a, is a Git LFS pointer"),
+        (plain(foreign.zip_of("a.tsv")), [], "f has neither .* if it is a packed TSV, unpack it"),
         (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
         (cut(write_json), [], "f is damaged or not a feature file"),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,6 +171,101 @@ def test_a_folder_of_images_with_captions_is_imported_row_by_row(tmp_path: Path)
     assert "captions.csv, row 6: missing_file, and 1 more of the shard: there is no image 'gone.jpg' in " in line
     assert "out of the folder" in column(tmp_path / "root", "detail")[6]
     assert quietly(tmp_path / "root", settings).new_shards == 0
+
+
+ACCENTS = "caf\u00e9/\u1112\u1161\u11ab.jpg"  # one form of each: neither NFC nor NFD
+
+
+@pytest.mark.parametrize(("in_list", "on_disk"), [("NFC", "NFD"), ("NFD", "NFC"), ("NFC", "NFC")])
+def test_a_name_in_another_unicode_form_is_found_and_backslashes_get_a_hint(in_list, on_disk, tmp_path: Path):
+    file = tmp_path / "images" / unicodedata.normalize(on_disk, ACCENTS)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(encode(draw()))
+    name = unicodedata.normalize(in_list, ACCENTS)
+    windows = name.replace("/", "\\")
+    (tmp_path / "list.tsv").write_text(f"one\t{name}\ntwo\t{windows}\nthree\tsub\\gone.jpg\n")
+    settings = CollectSettings("captions", images=str(tmp_path / "images"), captions=str(tmp_path / "list.tsv"))
+    quietly(tmp_path / "root", settings)
+    assert statuses(tmp_path / "root") == ["ok", "missing_file", "missing_file"]
+    assert column(tmp_path / "root", "url")[0] == name
+    _, windows, gone = column(tmp_path / "root", "detail")
+    assert re.search(rf"with / in place of the backslashes of Windows, it is {file}$", windows)
+    assert "backslash" not in gone
+    (tmp_path / "list.tsv").write_text((tmp_path / "list.tsv").read_text().replace("\\", "/"))  # the way out
+    quietly(tmp_path / "again", settings)
+    assert statuses(tmp_path / "again") == ["ok", "ok", "missing_file"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_row_without_a_caption_has_a_status_unless_it_is_asked_for(keep: bool, tmp_path: Path):
+    captions = ["a dog", "", "  ", "\u00a0\u3000", "\u200b\ufeff\u00ad", ".", "\U0001f415", "\x00"]
+    (tmp_path / "a.jpg").write_bytes(encode(draw()))
+    (tmp_path / "list.tsv").write_text("".join(f"{caption}\ta.jpg\n" for caption in captions))
+    files = {"images": str(tmp_path), "captions": str(tmp_path / "list.tsv")}
+    quietly(tmp_path / "root", CollectSettings("captions", **files, keep_empty_captions=keep))
+    kept = [keep or caption in ("a dog", ".", "\U0001f415") for caption in captions]
+    assert statuses(tmp_path / "root") == ["ok" if one else "empty_caption" for one in kept]
+    assert stored_captions(tmp_path / "root") == [caption for caption, one in zip(captions, kept, strict=True) if one]
+    quietly(tmp_path / "root", CollectSettings("captions", **files, keep_empty_captions=not keep))  # keeps its rows
+    assert statuses(tmp_path / "root") == ["ok" if one else "empty_caption" for one in kept]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "", [], ["", " "]])
+def test_a_missing_caption_in_json_is_an_empty_one(value: object, tmp_path: Path):
+    (tmp_path / "a.jpg").write_bytes(encode(draw()))
+    rows = [{"image": "a.jpg", "caption": value}, {"image": "a.jpg", "caption": "a dog"}]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    quietly(tmp_path / "root", CollectSettings("captions", images=str(tmp_path), captions=str(tmp_path / "list.json")))
+    assert set(statuses(tmp_path / "root")[:-1]) == {"empty_caption"}
+    assert stored_captions(tmp_path / "root") == ["a dog"]
+
+
+def test_a_folder_may_grow_anywhere_and_its_new_files_make_new_shards(tmp_path: Path):
+    folder, root = tmp_path / "images", tmp_path / "root"
+    folder.mkdir()
+
+    def put(*names: str) -> CollectSettings:
+        for name in names:
+            (folder / name).write_bytes(encode(draw(seed=sum(name.encode()))))
+        return CollectSettings("captions", images=str(folder), rows_per_shard=2)
+
+    (folder / ".hidden.jpg").write_bytes(b"")
+    (folder / "._b.jpg").write_bytes(b"of macOS")
+    quietly(root, put("b.jpg", "d.jpg", "f.jpg"))
+    before = {path: data for path, data in objects(root).items() if "/rows/" not in path}
+    assert quietly(root, put("a.jpg", "e.tif", "c.HEIC", "g.png")).new_shards == 2
+    assert column(root, "url") == ["b.jpg", "d.jpg", "f.jpg", "a.jpg", "c.HEIC", "e.tif", "g.png"]
+    assert column(root, "row") == [*range(7)]
+    assert statuses(root) == ["ok"] * 7  # the format is that of the bytes
+    assert objects(root).items() >= before.items()
+    # A shard that is missing is filled, whatever the folder has got in the meantime.
+    of(root).store.delete("captions/images/00000.parquet")
+    assert quietly(root, put("0.jpg", "z.jpg")).new_shards == 2
+    urls = ["0.jpg", "b.jpg", "f.jpg", "a.jpg", "c.HEIC", "e.tif", "g.png", "d.jpg", "z.jpg"]
+    assert column(root, "url") == urls
+    assert quietly(root, put()).new_shards == 0
+    assert list(verify(Inventory(open_store(str(root))))) == []
+
+
+def test_a_file_that_changed_or_vanished_under_committed_shards_is_named(tmp_path: Path):
+    folder, root = tmp_path / "images", tmp_path / "root"
+    folder.mkdir()
+    contents = {"a.jpg": encode(draw(seed=1)), "b.jpg": encode(draw(seed=2)), "c.jpg": b"torn", "d.jpg": encode(draw())}
+    for name, data in contents.items():
+        (folder / name).write_bytes(data)
+    settings = CollectSettings("captions", images=str(folder))
+    quietly(root, settings)
+    (folder / "c.jpg").unlink()  # of which nothing is stored
+    (folder / "a.jpg").write_bytes(contents["d.jpg"])
+    os.utime(folder / "a.jpg", (0, 0))  # as copied with its date
+    (folder / "d.jpg").unlink()
+    with pytest.raises(
+        ValueError, match=r"2 files of committed .*: a\.jpg has changed, d\.jpg is missing\. .* withdraw"
+    ):
+        quietly(root, settings)
+    withdraw(open_store(str(root)), ["d.jpg"])  # both ways out
+    (folder / "a.jpg").write_bytes(contents["a.jpg"])
+    assert quietly(root, settings).new_shards == 0
 
 
 def objects(root: Path) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
+import foreign
 import members
 import pytest
 from PIL import Image
@@ -61,7 +62,7 @@ def with_both(key: str, number: int) -> Members:
 def put_tars(root: str, **tars: bytes) -> str:
     store = open_store(root)
     for name, data in tars.items():
-        store.put(f"{name}.tar", data)
+        store.put(name if name.endswith(".gz") else f"{name}.tar", data)
     return root
 
 
@@ -114,7 +115,8 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
         *with_text("brace", 6, b"a caption", ("brace.json", b"{")),  # with what would be its URL
         ("nan.jpg", image_bytes(9)),
         ("nan.json", b'{"url": "http://x/", "caption": "a caption", "similarity": NaN, "license": "CC0"}'),
-        *with_text("22.01", 8),  # a key ends at the first dot
+        ("drawn.svg", b"<svg/>"),
+        *with_text("drawn", 8)[1:],
         ("scan.tiff", b"II*"),
         ("scan.txt", b"a caption"),
         ("link.txt", b"a caption"),
@@ -123,7 +125,7 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
     rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(found)))
     assert [(row, status) for row, status, *_ in rows] == [*enumerate([
         "ok", "bad_caption", "missing_file", "bad_caption", "bad_caption", "truncated", "ok", "bad_caption", "ok",
-        *3 * ["missing_file"],
+        "not_image", "not_image", "missing_file",
     ])]  # fmt: skip
     assert [re.split("[;,:] ?", detail)[:2] for _, _, detail, _ in rows if detail and "JPEG" not in detail] == [
         ["no-text of a.tar", "no caption"],
@@ -131,14 +133,70 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
         ["latin of a.tar", "'utf-8' codec can't decode byte 0xe9 in position 3"],
         ["long of a.tar", ".txt has 1048577 bytes"],
         ["brace of a.tar", ".json is truncated or not JSON"],
-        ["a.tar has no image 22", "22.01.jpg is not read as an image"],
-        ["a.tar has no image scan", "scan.tiff is not read as an image"],
         ["a.tar has no image link"],
     ]
     good, several, nan = samples_in(tmp_path / "root")
     assert good.image == image_bytes(0)
     assert (several.caption, several.image) == ("a caption", image_bytes(5))
     assert (nan.url, nan.extra) == ("http://x/", {"license": "CC0"})
+
+
+HIDDEN = b"Mac OS X resource fork"
+LINES = b"a dog\r\n\na cat\n a bird\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [  # members, and the image and the caption of each row
+        (  # members without a key end no sample, whatever stands before their name
+            [
+                ("train/._a.jpg", HIDDEN), ("train/a.jpg", image_bytes(0)), ("train/._a.txt", HIDDEN),
+                ("__MACOSX/train/._a.txt", HIDDEN), ("train/README", HIDDEN), (".git/a.json", HIDDEN),
+                ("__MACOSX/a.txt", HIDDEN), ("train/.DS_Store", HIDDEN), ("train/a.txt", b"one"),
+            ],
+            [("train/a.jpg", "one")],
+        ),
+        ([("./..a/b.jpg", image_bytes(0)), ("./..a/b.txt", b"one")], []),
+        ([*with_text("../up/a", 0, b"one"), *with_text("./b", 1, b"2")], [("../up/a.jpg", "one"), ("./b.jpg", "2")]),
+        (  # names with dots
+            [*with_text("22.00", 0, b"zero"), *with_text("22.01", 1, b"one"), *with_text("v1.2/x.y.z", 2, b"two")],
+            [("22.00.jpg", "zero"), ("22.01.jpg", "one"), ("v1.2/x.y.z.jpg", "two")],
+        ),
+        (  # beside one without; a mask has no text
+            [*with_text("22", 0, b"zero"), *with_text("22.01", 1, b"one"), ("22.mask.png", b"?"), ("22.a.json", b"{}")],
+            [("22.jpg", "zero"), ("22.01.jpg", "one")],
+        ),
+        (
+            [("5.0.jpg", image_bytes(0)), ("5.1.jpg", image_bytes(1)), ("5.json", b"{}")],
+            [("5.0.jpg", None), ("5.1.jpg", None)],
+        ),
+        (with_text("a", 0, LINES), [("a.jpg", "a dog"), ("a.jpg", "a cat"), ("a.jpg", " a bird")]),
+        (with_text("a", 0, b'["a dog", "a cat"]'), [("a.jpg", "a dog"), ("a.jpg", "a cat")]),
+        (with_text("a", 0, b"['a dog', \"a cat's\"]"), [("a.jpg", None)]),
+        (with_text("a", 0, b"['a dog' 'a cat']"), [("a.jpg", None)]),
+        (with_text("a", 0, b"[a dog] ['a cat"), [("a.jpg", "[a dog] ['a cat")]),
+        (with_json("a", 0, url=None, caption=["a dog", "a cat"]), [("a.png", "a dog"), ("a.png", "a cat")]),
+        (with_json("a", 0, url=float("nan"), caption=float("nan")), [("a.png", None)]),
+        (with_text("a", 0, b" \n\n"), [("a.jpg", "")]),
+        # As img2dataset writes one caption with line ends.
+        ([*with_json("a", 0, url=None, caption="a\nb"), ("a.txt", b"a\nb")], [("a.png", "a\nb")]),
+    ],
+)  # fmt: skip
+def test_each_image_of_a_tar_has_a_row_for_each_of_its_captions(
+    found: Members, expected: list[tuple[str, str | None]], tmp_path: Path
+):
+    """The caption None stands for the status bad_caption, "" for empty_caption."""
+    if not expected:
+        with pytest.raises(ValueError, match="has no rows"):
+            of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of(found)))
+        return
+    extra = with_text("zzz", 9, b"the last")
+    rows = of_tars(tmp_path / "root", put_tars(str(tmp_path / "tars"), a=tar_of([*found, *extra])))
+    statuses = [{None: "bad_caption", "": "empty_caption"}.get(caption, "ok") for _, caption in expected]
+    assert [status for _, status, *_ in rows] == [*statuses, "ok"]
+    assert [url for *_, url in rows] == [f"a.tar/{name}" for name, _ in expected] + ["a.tar/zzz.jpg"]
+    captions = [caption for _, caption in expected if caption]
+    assert [sample.caption for sample in samples_in(tmp_path / "root")] == [*captions, "the last"]
 
 
 def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
@@ -162,7 +220,9 @@ def test_fields_of_a_json_are_named_and_kept_on_request(tmp_path: Path):
         ({}, (), "tars contains no .tar file"),
         ({"a": tar_of(with_text("a", 0)), "b": tar_of(with_text("b", 1))[:-9000]}, (), r"b\.tar .* it is truncated"),
         ({"a": without_end(tar_of(with_text("a", 0)))}, (), r"a\.tar .* ends early"),
-        ({"a": gzip.compress(tar_of(with_text("a", 0)), mtime=0)}, (), r"a\.tar .* compressed or not a tar"),
+        ({"a": gzip.compress(tar_of(with_text("a", 0)), mtime=0)}, (), r"a\.tar is packed with gzip; unpack"),
+        ({"a": foreign.LFS}, (), r"a\.tar is a Git LFS pointer"),
+        ({"a.tar.gz": b""}, (), r"contains no \.tar file, but a\.tar\.gz: unpack it"),
         ({"a": tar_of([*with_text("a", 0), *with_text("a", 0)])}, (), r"a\.tar .* a\.jpg: duplicate file name"),
         ({"a": tar_of(with_json("a", 0, "jpg"))}, ("url", "alt"), "bad_caption.* a of a.tar: no caption"),
     ],

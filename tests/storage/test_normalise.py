@@ -4,9 +4,11 @@ import dataclasses
 import hashlib
 import io
 import random
+import re
 import struct
 import zlib
 
+import foreign
 import numpy as np
 import pytest
 import simplejpeg
@@ -76,6 +78,20 @@ OTHER_FORMATS = {
     "webp animated": (frames("WEBP", lossless=True), "RGB", ("webp", "animated"), draw()),
     "gif animated": (frames("GIF"), "RGB", ("gif", "animated", "palette"), draw().quantize().convert("RGB")),
     "bmp": (encode(draw(), "BMP"), "RGB", ("bmp",), draw()),
+    "tiff": (encode(draw(), "TIFF"), "RGB", ("tiff",), draw()),
+    "tiff big-endian": (encode(draw(), "TIFF", big_tiff=True), "RGB", ("tiff",), draw()),
+    "tiff of a camera": (encode(draw(), "TIFF", compression="jpeg"), "RGB", ("tiff",), draw()),
+    "tiff of a scanner": (
+        encode(draw(mode="1"), "TIFF", compression="group4"),
+        "L",
+        ("tiff",),
+        draw(mode="1").convert("L"),
+    ),
+    "tiff cmyk": (encode(draw(mode="CMYK"), "TIFF"), "RGB", ("tiff", "cmyk"), draw(mode="CMYK").convert("RGB")),
+    "tiff ycbcr": (encode(draw(mode="YCbCr"), "TIFF"), "RGB", ("tiff",), draw(mode="YCbCr").convert("RGB")),
+    "tiff pages": (frames("TIFF"), "RGB", ("tiff", "animated"), draw()),
+    "avif": (encode(draw(), "AVIF", quality=95), "RGB", ("avif",), draw()),
+    "heif": (encode(draw(), "HEIF", quality=95), "RGB", ("heif",), draw()),
     "cmyk": (encode(draw(mode="CMYK")), "RGB", ("cmyk",), draw(mode="CMYK").convert("RGB")),
 }
 
@@ -114,7 +130,7 @@ def test_transparent_parts_become_white(mode: str, form: str):
     assert (stored.ndim == 2) == (mode == "LA")
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "AVIF"])
 @pytest.mark.parametrize("orientation", range(2, 9))
 def test_exif_orientation_is_applied_once(orientation: int, form: str):
     upright = draw(96, 64)
@@ -129,6 +145,37 @@ def test_exif_orientation_is_applied_once(orientation: int, form: str):
     assert stored.getexif().get(0x0112, 1) == 1
     again = normalise(normalised.jpeg, SETTINGS)
     assert (again.jpeg, again.flags) == (normalised.jpeg, ())
+
+
+@pytest.mark.parametrize("form", ["TIFF", "HEIF"])
+def test_an_image_that_its_decoder_turns_is_not_turned_twice(form: str):
+    lying = draw(96, 64).transpose(Image.Transpose.ROTATE_90)
+    normalised = normalise(encode(lying, form, exif=exif(6)), SETTINGS)
+    assert (normalised.width, normalised.height) == (96, 64)
+    assert np.abs(pixels(normalised.jpeg) - np.asarray(draw(96, 64)).astype(int)).mean() < 12
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (
+            b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99),
+            r"it is HEIF, which is not decoded.*pip install 'vlbert\[heic\]'",
+        ),
+        (encode(draw(), "AVIF"), "it is AVIF, which is not decoded here; pip install 'pillow>=11.3', or convert it"),
+        (encode(draw(), "JPEG2000"), "it is JPEG 2000, which is not decoded here"),
+        (b"<svg/>", "it is SVG"),
+        (b"%PDF-1.4", "it is PDF"),
+        (foreign.LFS, "it is a Git LFS pointer; run git lfs pull"),
+        (b"<html>", "it is a web page"),
+        (b"\0" * 5000, "it is of no known format: none of JPEG, .*5000 bytes"),
+    ],
+)
+def test_what_is_not_decoded_is_called_by_its_name(data: bytes, named: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("storage.collect.normalise.COLLECTED_FORMATS", ("JPEG", "PNG"))  # of an older Pillow
+    with pytest.raises(Refused, match="not_image") as refused:
+        normalise(data, SETTINGS)
+    assert re.match(named, refused.value.detail)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +199,7 @@ def test_stray_bytes_in_a_jpeg_are_repaired_so_that_training_can_read_it():
 
 JPEG, SCANS = encode(draw()), encode(draw(), progressive=True)
 LAST_SCAN = SCANS.rindex(b"\xff\xda")
-FORMS = ("JPEG", "PNG", "GIF", "WEBP", "BMP")
+FORMS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "HEIF")
 WHOLE = [encode(draw(), form) for form in FORMS]
 REFUSED = [
     *((data[: int(len(data) * part)], {}, "truncated") for data in WHOLE for part in (0.3, 0.6, 0.95)),
@@ -160,7 +207,7 @@ REFUSED = [
         (data, {}, "truncated")
         for data in (JPEG[: len(JPEG) // 2] + b"\xff\xd9", JPEG[:100], PNG, b"RIFF\0\0\0\0WEBPxxxx")
     ),
-    *((data, {}, "not_image") for data in (b"", b"<html>", b"\0" * 5000, b"<svg/>", b"RIF", encode(draw(), "TIFF"))),
+    *((data, {}, "not_image") for data in (b"", b"<html>", b"\0" * 5000, b"<svg/>", b"RIF", b"%PDF")),
     # Past the two limits at which Pillow itself warns and raises, and just over ours.
     *((png_header(*size), {}, "too_many_pixels") for size in ((30000, 30000), (60000, 60000), (10001, 5000))),
     (SCANS[:LAST_SCAN] + SCANS[LAST_SCAN:-2] * 200 + b"\xff\xd9", {}, "too_many_pixels"),
@@ -178,9 +225,10 @@ def test_files_are_refused_by_status(data: bytes, limits: dict[str, int], status
 @pytest.mark.parametrize("form", FORMS)
 def test_a_damaged_file_is_stored_readable_or_refused(form: str):
     rng = random.Random(form)
-    modes = {"JPEG": ["RGB", "L", "CMYK"], "BMP": ["RGB", "P"]}.get(form, ["RGB", "RGBA", "P"])
+    modes = {"JPEG": ["RGB", "L", "CMYK"], "BMP": ["RGB", "P"], "TIFF": ["RGB", "CMYK", "P", "1"]}
+    modes |= dict.fromkeys(("AVIF", "HEIF"), ["RGB", "RGBA"])
     options = {"exif": exif(6)} if form in ("JPEG", "PNG", "WEBP") else {}
-    files = [encode(draw(48, 40, mode), form, **options) for mode in modes]
+    files = [encode(draw(48, 40, mode), form, **options) for mode in modes.get(form, ["RGB", "RGBA", "P"])]
     stored, statuses = 0, set()
     for turn in range(300):
         damaged = bytearray(files[turn % len(files)])

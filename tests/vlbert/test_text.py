@@ -127,7 +127,8 @@ def test_wrong_inputs_are_named_and_leave_the_old_corpus(tmp_path):
         ([good, tmp_path], words, f"there is no file {tmp_path}; name"),
         ([good], tmp_path / "absent", f"there is no file {tmp_path}/absent; name"),
         ([blank], words, "no line with a word for .*; name files that have text"),
-        ([good], page, r"page lacks \[PAD\]"),
+        ([good], page, "page is a web page"),
+        ([good, page], words, "page is a web page"),
         ([good, bad], words, "bad:2 is not UTF-8 .*0xff.*convert or unpack it"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -15,6 +15,7 @@ from storage.collect.lists import read_captions
 from storage.digests import sha256_of
 from storage.programs import Command, Positional
 from storage.safe_json import parse_json
+from storage.signatures import START_BYTES, check_start
 from vlbert.data.vocabulary import Vocabulary
 
 CORPUS_VERSION = 1
@@ -147,6 +148,7 @@ def _read_lines(files: Iterable[Path]) -> Iterator[str]:
     """Yield the lines of the files. Raises ValueError, with file and line, if a line is not UTF-8."""
     for file in files:
         with open(file, "rb") as stream:
+            check_start(file, stream.peek(START_BYTES))
             for number, line in enumerate(stream, 1):
                 try:
                     text = line.decode()  # BERT's tokenizer ignores a byte order mark

@@ -15,6 +15,7 @@ import numpy as np
 
 from storage.reading import Samples
 from storage.safe_json import parse_json
+from storage.signatures import START_BYTES, check_start
 
 Parsed = TypeVar("Parsed")
 
@@ -24,6 +25,7 @@ def open_task_file(file: Path, settings: str) -> Iterator[BufferedReader]:
     """Open a binary file for reading. Raises ValueError, naming the file and the `settings` to change, if it fails."""
     try:
         with open(file, "rb") as stream:
+            check_start(file, stream.peek(START_BYTES))
             yield stream
     except FileNotFoundError as error:
         raise ValueError(f"there is no {file}; fetch it, or set {settings}") from error
