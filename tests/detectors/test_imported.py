@@ -297,7 +297,7 @@ def in_folder(folder: Path, name: str, data: bytes) -> Path:
         (lambda file: in_folder(file, "data.mdb", foreign.LFS), [], "f is a Git LFS pointer"),
         (lambda file: in_folder(file, "a.json", foreign.LFS), [], "f: a, is a Git LFS pointer"),
         (lambda file: in_folder(file, "a.npz", foreign.LFS), [], "f: a, is a Git LFS pointer"),
-        (plain(foreign.zip_of("a.tsv")), [], "f has neither .* if it is a packed TSV, unpack it"),
+        (plain(foreign.zip_of("a.tsv")), [], "f has neither .* unpack it, and give"),
         (lxmerts, ["--imported.num_classes=1"], "its first row, f: 000001, has the objects_id [1-7], but .* is 1"),
         (lambda file: without_background(file, [features_of(1)]), [], "with the sum .*--imported.background=none"),
         (cut(write_json), [], "f is damaged or not a feature file"),
