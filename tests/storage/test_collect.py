@@ -213,6 +213,16 @@ def test_a_row_without_a_caption_has_a_status_unless_it_is_asked_for(keep: bool,
     assert statuses(tmp_path / "root") == ["ok" if one else "empty_caption" for one in kept]
 
 
+def test_a_list_without_any_caption_is_collected_as_its_error_says(tmp_path: Path):
+    (tmp_path / "a.jpg").write_bytes(encode(draw()))
+    (tmp_path / "list.tsv").write_text(" \ta.jpg\n")
+    settings = CollectSettings("captions", images=str(tmp_path), captions=str(tmp_path / "list.tsv"))
+    with pytest.raises(ValueError, match=r"1 empty_caption.*list\.tsv:1 has no caption; set keep_empty_captions"):
+        quietly(tmp_path / "root", settings)
+    quietly(tmp_path / "root", dataclasses.replace(settings, keep_empty_captions=True))
+    assert statuses(tmp_path / "root") == ["ok"]
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), "", [], ["", " "]])
 def test_a_missing_caption_in_json_is_an_empty_one(value: object, tmp_path: Path):
     (tmp_path / "a.jpg").write_bytes(encode(draw()))
