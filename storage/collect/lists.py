@@ -126,7 +126,7 @@ def _guess(rows: Sequence[dict[str, str]]) -> tuple[str, str]:
 def _is_reference(cell: str) -> bool:
     """Return True if a cell looks like a URL or the name of an image file."""
     url = re.fullmatch(r'\s*https?://[^\s"]+\s*', cell, re.IGNORECASE)
-    return url is not None or cell.strip().partition("#")[0].lower().endswith(IMAGE_SUFFIXES)
+    return url is not None or _NUMBERED.sub(r"\1", cell.strip()).lower().endswith(IMAGE_SUFFIXES)
 
 
 def license_column(names: Iterable[str]) -> tuple[str, ...]:

@@ -126,17 +126,19 @@ def prepare_rows(store: ObjectStore, settings: CollectSettings) -> Rows:
         else:
             origin = (CaptionRow(row, "", name) for row, name in enumerate(names))
         if not settings.keep_empty_captions and settings.origin != settings.images:
-            origin = (_check_caption(row) for row in origin)
+            origin = (_check_caption(row, reading, Path(settings.origin).name) for row in origin)
         rows = write_rows(store, settings.name, id, reading, origin)
     if not rows.count:
         raise ValueError(f"{settings.origin} has no rows to collect for {settings.name}")
     return rows
 
 
-def _check_caption(row: CaptionRow) -> CaptionRow:
+def _check_caption(row: CaptionRow, reading: Reading, origin: str) -> CaptionRow:
     """Return the row, with the status EMPTY_CAPTION if its caption has no visible character and it has no status."""
-    is_empty = not row.status and not any(letter.isprintable() for letter in row.caption.replace(" ", ""))
-    return dataclasses.replace(row, status=Status.EMPTY_CAPTION) if is_empty else row
+    if row.status or any(letter.isprintable() for letter in row.caption.replace(" ", "")):
+        return row
+    detail = f"{reading.location(origin, row.row)} has no caption; set keep_empty_captions to collect it"
+    return dataclasses.replace(row, status=Status.EMPTY_CAPTION, detail=detail)
 
 
 def identify(settings: CollectSettings, reading: Reading, names: Sequence[str] = ()) -> str:
