@@ -146,13 +146,20 @@ def test_vcr_names_regions_by_their_numbers_from_1_and_rationales_explain_an_ans
     assert {file.name for file in tmp_path.iterdir()} == {"out.png", "out-attention.png"}
 
 
-def test_without_a_text_the_regions_are_drawn_with_their_numbers(models, capsys):
-    main([str(models / "runs/pretraining"), str(models / "photo.jpg"), "--task.max_elements=30"])
+def test_without_a_text_the_regions_are_drawn_with_their_numbers(models, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {*models.iterdir()}
+    command = [str(models / "runs/pretraining"), str(models / "photo.jpg"), "--task.max_elements=30"]
+    main(command)
     printed = capsys.readouterr().out
     assert re.search(r"^\d+ regions: 1 \w+ \w+, 2 ", printed)
-    assert f"drawn: {models / 'photo-regions.png'}\n" in printed
-    with Image.open(models / "photo-regions.png") as drawn:
+    assert "drawn: photo-regions.png\n" in printed
+    with Image.open("photo-regions.png") as drawn:
         assert max(drawn.size) >= 800
+    (tmp_path / "drawings").mkdir()
+    main([*command, "--out", "drawings"])
+    assert {str(file) for file in Path().rglob("*.png")} == {"photo-regions.png", "drawings/photo-regions.png"}
+    assert {*models.iterdir()} == before, "nothing lands beside the image"
 
 
 def test_vilbert_reads_as_many_regions_as_in_training(models):
@@ -204,6 +211,7 @@ def own() -> Recipe:
 
 
 def test_a_task_of_ones_own_needs_its_recipe(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(vlbert.tasks, "TASKS", {OwnSettings: Pretraining})
     folder = save_model(tmp_path, "own", OwnSettings(max_elements=24), recorded(demo_detector()))
     arguments = [str(folder), str(models / "photo.jpg"), "a [MASK]", "--out", f"{tmp_path}/out.png"]
