@@ -304,6 +304,10 @@ class Task(ABC):
         """Return the files to submit to a leaderboard, by name. Raises ValueError if predictions are missing."""
         return {}
 
+    def text_limit(self, tokens: int, regions: int) -> int:
+        """Return how many of a text's `tokens` tokens a row can have next to `regions` regions."""
+        return min([tokens, *(getattr(self.settings, name) for name in self.settings.lengths())])
+
     def annotation_for(self, text: str) -> Any:
         """Return the annotation for a user's question, to pass to `example`. Raises ValueError if it is not valid.
 

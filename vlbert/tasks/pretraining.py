@@ -236,6 +236,10 @@ class Pretraining(Task):
                 text -= 1
         return tokens[: text - 2], boxes - 1
 
+    def text_limit(self, tokens: int, regions: int) -> int:
+        most = regions if self.settings.max_regions is None else min(regions, self.settings.max_regions)
+        return len(self._truncate(np.zeros(tokens), most)[0])
+
     def head(self, config: ModelConfig) -> nn.Module:
         return PretrainingHead(config, self.settings, len(self.vocabulary), self.num_classes)
 
