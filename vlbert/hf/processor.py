@@ -274,7 +274,8 @@ class VLBertTokenizer(PreTrainedTokenizerFast):
         hub = {name: kwargs[name] for name in HUB & kwargs.keys()}
         folder = fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY), **hub)
         tokenizer = make_tokenizer(Vocabulary.read(Path(folder, VOCABULARY)))
-        tokenizer.model_max_length = VLBertConfig.from_pretrained(folder).model_config.max_tokens
+        values, _ = VLBertConfig.get_config_dict(folder)
+        tokenizer.model_max_length = VLBertConfig.from_dict(values).model_config.max_tokens
         return tokenizer
 
 
