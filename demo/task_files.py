@@ -14,7 +14,7 @@ import numpy as np
 from demo import questions
 from demo.scenes import HEIGHT, RING_HOLE, SHAPE_SCALE, WIDTH, Scene, SceneObject, outline
 from demo.sentences import make_caption
-from vlbert.datasets.refcoco import FILES as REFCOCO_NAMES
+from vlbert.datasets.refcoco import INSTANCES, REFS
 from vlbert.datasets.retrieval import CAPTIONS
 from vlbert.datasets.vqa import frequent_answers, question_files
 
@@ -27,6 +27,7 @@ VCR_MOVIE = "drawn_world"  # folder in vcr1images
 VCR_OBJECT = "kite"  # class of every object: VCR's objects have COCO's classes, and kites come in all shapes
 ITEMS = 2  # VCR items per image, each about a different object
 RETRIEVAL_FILE = "dataset_demo.json"
+REFCOCO_NAMES = (REFS[0], INSTANCES)
 
 
 @dataclass(frozen=True)

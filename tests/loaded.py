@@ -38,7 +38,7 @@ def training_data(
         samples, _ = open_samples(open_store(str(root)), name, None, pinned, ALONE)
         datasets.append(TrainingDataset(samples, task.examples(samples, None), [*of_run], weight))
     corpus = TextCorpus(root / "text", vocabulary) if recipe.data.text_batch else None
-    return TrainingData(datasets, task, recipe.data, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+    return TrainingData(datasets, task, recipe.data, TINY_MODEL, World(rank, size, CPU), corpus)
 
 
 def captions(batch: Batch) -> list[str]:

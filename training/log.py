@@ -24,17 +24,19 @@ if TYPE_CHECKING:  # flows read the heartbeat and the metrics without importing 
 
 # Environment variable: "0" turns progress lines off. Flows set it, because they log the heartbeat instead.
 PROGRESS_LINES = "TRAINING_PROGRESS_LINES"
+MAX_CUT = 1000  # cut texts that unreadable.jsonl names; metrics.jsonl counts all
 _HEARTBEAT = "heartbeat.json"
 _HEARTBEAT_SECONDS = 10.0  # minimum time between heartbeats with the same state
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A sample that could not be read or decoded, and the reason."""
+    """A sample that could not be read or decoded, or whose text was cut, and the reason."""
 
     step: int  # optimizer step of the batch, from 1; 0 in a validation
     key: str | None  # None if the key could not be read
-    reason: str  # names the sample's key or, if that is unknown, its file and offset
+    reason: str  # names the sample's key or, if that is unknown, its file and offset; of a cut text, its list and row
+    cut: bool = False  # the sample was used, with a shorter text
 
 
 class JsonLines:
@@ -86,7 +88,7 @@ class RunLog:
         names = "metrics.jsonl", "skipped.jsonl", "unreadable.jsonl"
         files = (JsonLines(writer, f"runs/{run}/{name}", step) for name in names)
         self._metrics, self._skipped, self._unreadable = files
-        self._known = {line["reason"]: line["step"] for line in self._unreadable.kept}
+        self._known = {line["reason"]: line for line in self._unreadable.kept}
         folder = self.store.local_path(f"runs/{run}") or Path("runs", run)
         self._trackers = Trackers(trackers or {}, TrackedRun(run, step, steps, folder, settings or {}), writer.log)
         self._began = time.monotonic()
@@ -185,17 +187,18 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/predictions.jsonl", to_json_lines(predictions))
 
     def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Log new unreadable samples, and print the first one. Return the number found in training data so far."""
-        new = {}
-        for line in lines:
-            if line["reason"] not in self._known:
-                new.setdefault(line["reason"], line)
-        if new:
-            self._known |= {reason: line["step"] for reason, line in new.items()}
-            self._unreadable.add(*new.values())
-            first = next(iter(new))
-            print(f"{len(new)} samples cannot be read and are ignored: {first} (see unreadable.jsonl)", flush=True)
-        return sum(step > 0 for step in self._known.values())  # 0: in a validation
+        """Log new unreadable samples and cut texts, and print the first ones. At most MAX_CUT cut texts are logged.
+
+        Returns the number of unreadable samples found in training data so far.
+        """
+        first = {line["reason"]: line for line in reversed([*lines]) if line["reason"] not in self._known}
+        for cut, problem in ((False, "samples cannot be read and are ignored"), (True, "texts are too long and cut")):
+            new = [line for line in reversed(first.values()) if line.get("cut", False) == cut]
+            if kept := new[: MAX_CUT - sum(line.get("cut", False) for line in self._known.values())] if cut else new:
+                self._known |= {line["reason"]: line for line in kept}
+                self._unreadable.add(*kept)
+                print(f"{len(new)} {problem}: {kept[0]['reason']} (see unreadable.jsonl)", flush=True)
+        return sum(line["step"] > 0 and not line.get("cut") for line in self._known.values())  # 0: in a validation
 
     def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl, and pass it to the trackers."""

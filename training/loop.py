@@ -94,20 +94,22 @@ class Run(ABC):
     def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
         """Log the unreadable samples of all ranks, and clear the list. Every rank must call this.
 
-        Returns {"unreadable": number of samples}, or {} if there are none. Raises ValueError on every rank if the run
-        has had more than `max_unreadable` of them.
+        Returns {"unreadable": number of samples, "cut": number of cut texts}, without zeros. Raises ValueError on every
+        rank if the run has had more than `max_unreadable` unreadable samples.
         """
         samples = [*distributed.gather_rows(unreadable, self.world)]
         unreadable.clear()
         if not samples:
             return {}
         total = distributed.broadcast(self.log and self.log.unreadable(asdict(x) for x in samples), self.world)
-        if total > self.max_unreadable:
+        counts = {"unreadable": sum(not x.cut for x in samples), "cut": sum(x.cut for x in samples)}
+        if counts["unreadable"] and total > self.max_unreadable:
+            last = [x.reason for x in samples if not x.cut][-1]
             raise ValueError(
-                f"{total} samples cannot be read, the last because {samples[-1].reason}. Fetch them again, or allow a "
+                f"{total} samples cannot be read, the last because {last}. Fetch them again, or allow a "
                 "larger share with data.unreadable"
             )
-        return {"unreadable": len(samples)}
+        return {name: count for name, count in counts.items() if count}
 
 
 def train_steps(run: Run) -> dict[str, float]:

@@ -153,6 +153,7 @@ def save_checkpoint(
     metadata = {"task": type(recipe.task).__name__, "num_classes": task.num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
     files = _config_files(recipe.model, len(task.vocabulary), task.vocabulary, metadata)
+    writer.put(f"runs/{recipe.run}/{CONFIG}", files[CONFIG])  # for transformers' Auto classes (vlbert.hf)
     saved = {name: getattr(task, name) for name in task.saved}
     files |= {TASK: as_json(saved)} if saved else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}

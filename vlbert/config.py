@@ -165,6 +165,11 @@ class ModelConfig:
         check(self, fits, "pooler", "tanh or none if whole_image is none")
 
     @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of a text. VL-BERT needs two more positions: one for all regions, and one for [END]."""
+        return self.max_positions - (2 if self.embedding == "visual_linguistic" else 0)
+
+    @property
     def text_stream(self) -> "StreamSize":
         """Size of the text layers and the joint layers (T and J in `layers`)."""
         return StreamSize(self.hidden_size, self.num_heads, self.intermediate_size)
@@ -253,6 +258,7 @@ class Recipe(RunSettings):
     def __post_init__(self):
         super().__post_init__()
         check_choices(self.task)
+        object.__setattr__(self, "task", self.task.fit(self.model, text_rows=self.data.text_batch > 0))
         check_positive(self, "vocabulary_size", "validation_samples")
         tf32 = self.compile and self.precision == "tf32"
         check(self, not tf32, "compile", "false with precision tf32: torch refuses both together")

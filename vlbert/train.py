@@ -173,7 +173,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
     if started is None:
         return None
     data, model, optimizer, state = started
-    training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
+    training = TrainingData(data.datasets, data.task, recipe.data, recipe.model, world, data.corpus)
     stage = data.datasets[0].pinned["stage"]  # the same in all datasets
     return VLBertRun(
         recipe=recipe,

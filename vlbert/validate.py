@@ -79,7 +79,7 @@ def validate(
     parts = {}
     for name, (samples, examples) in held_out.items():
         data = ValidationData(
-            samples, examples, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
+            samples, examples, model.task, recipe.data, recipe.model, world, recipe.validation_samples
         )
         predicted = predict_all(model, data, recipe, world)
         skipped = list(predicted.unreadable.values())

@@ -35,6 +35,7 @@ from vlbert.hf.inputs import from_batch, to_batch
 from vlbert.predict import Predictor, Ranker
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vqa import VQASettings
 
 JOINT = dataclasses.replace(TINY_MODEL, dropout=0.0)  # VL-BERT, from pixels
@@ -190,6 +191,10 @@ SIZE = {"image_sizes": torch.tensor([[40, 60]])}
         ({"boxes": torch.zeros(1, 1, 4)}, "boxes need pixel_values or visual_embeds"),
         ({"visual_embeds": torch.zeros(1, 2, 64)}, "visual_embeds need boxes"),
         ({"visual_embeds": torch.zeros(1, 2, 64), "boxes": torch.zeros(1, 3, 4), **SIZE}, r"have \[2, 3\] regions"),
+        (
+            {"visual_embeds": torch.zeros(1, 1, 64), "boxes": torch.tensor([[[0, 0, 1.0, 1.0]]]), **SIZE},
+            "boxes are fractions of the image",
+        ),
         ({"input_ids": torch.tensor([2, 7, 3])}, r"input_ids is \[3\]; it must be \[texts, tokens\]"),
         ({"visual_embeds": torch.zeros(1, 1, 64), "boxes": torch.zeros(1, 1, 4).half(), **SIZE}, "are torch.float16"),
     ],
@@ -204,6 +209,7 @@ def test_inputs_that_do_not_fit_are_refused(changes: dict, named: str):
 
 FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
 BOX = [[0, 0, 9, 9]]
+FRACTIONS = [[0.1, 0.1, 0.5, 0.5], [0.2, 0.2, 0.9, 1.0004]]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +248,8 @@ def test_boxes_are_pixels_of_the_image_as_it_was_given(models):
     regions = processor.config.model_config.regions
     scale = np.array(inputs["image_sizes"][0].tolist()[::-1] * 2) / np.array([2400, 1600] * 2)
     np.testing.assert_allclose(inputs["boxes"][0, 1].numpy(), scale * [600, 400, 1200, 800], atol=0.1)
+    same = processor(images=large, text="a [MASK]", boxes=[[0.25, 0.25, 0.5, 0.5]], normalized=True)["boxes"]
+    np.testing.assert_allclose(same.numpy(), inputs["boxes"][:1].numpy(), atol=1e-4)
     assert inputs["visual_attention_mask"].tolist() == [[1, 1], [1, 0]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert max(inputs["image_sizes"][0].tolist()) <= regions.long_side
@@ -286,12 +294,19 @@ def test_features_of_your_own_are_taken_as_a_detectors_are(tmp_path):
         ({"text": ["a", "b"], "images": ["photo.jpg"]}, "2 texts and 1 images"),
         ({"text": "a"}, "images are missing"),
         ({"text": "a", "images": "none.jpg"}, "none.jpg cannot be read"),
-        ({"text": "a", "images": np.zeros((40, 40, 3), np.uint8)}, "an image is a ndarray"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "visual_embeds": np.zeros((1, 4))}, "pixels, not visual"),
         ({"text": "a", "images": "photo.jpg", "boxes": BOX, "choices": FOUR}, "takes no choices"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[1, 2, 3, 4, 0.9]]}, r"boxes of an image are \[1, 5\]"),
         ({"text": "a", "images": "photo.jpg", "boxes": [*BOX, [9, 9, 3, 12]]}, "box 1 is .*x1 <= x2"),
         ({"text": "a", "images": "photo.jpg", "boxes": [[0, 0, 9, np.nan]]}, "box 0 is .*nan"),
+        (
+            {"text": "a", "images": "photo.jpg", "boxes": FRACTIONS},
+            "fractions of the image; .*normalized=True",
+        ),
+        (
+            {"text": "a", "images": "photo.jpg", "boxes": BOX, "normalized": True},
+            "normalized is True, .* reach 9",
+        ),
         ({"text": "a", "return_tensors": "np"}, "return_tensors='pt'"),
     ],
 )
@@ -299,6 +314,130 @@ def test_the_processor_refuses_by_name(models, monkeypatch, arguments: dict, nam
     monkeypatch.chdir(models)
     with pytest.raises(ValueError, match=named):
         hf.VLBertProcessor.from_pretrained(models / "runs/pretraining")(**arguments)
+
+
+def test_lengths_left_at_their_default_follow_the_model_and_others_are_refused():
+    given = hf.VLBertConfig(TINY_MODEL, settings=VQASettings(answers=2))
+    assert given.task_settings.question_length == 58
+    assert hf.VLBertForQuestionAnswering(given).task.settings.question_length == 58
+    assert hf.VLBertConfig(TINY_MODEL, task="RetrievalSettings", settings={}).task_settings.caption_length == 60
+    wrong = hf.VLBertConfig(TINY_MODEL, task="VQASettings", settings={"question_length": 59})
+    with pytest.raises(ValueError, match=r"^task.question_length is 59, the model has positions for 58"):
+        hf.VLBertForQuestionAnswering(wrong)
+
+
+def test_class_numbers_are_labels(tmp_path):
+    tokens = torch.tensor([[2, 7, 3, 4, 3], [2, 8, 3, 4, 3]])
+    config = hf.VLBertConfig(JOINT, vocab_size=20, settings=VQASettings(answers=3, answers_from_words=False))
+    model, soft = hf.VLBertForQuestionAnswering(config).eval(), torch.eye(3)
+    for numbers, rows in (([2, 0], [0, 1]), ([-100, 0], [1])):
+        found = model(tokens, labels=torch.tensor(numbers)).loss
+        expected = model(tokens[rows], labels=soft[[numbers[row] for row in rows]]).loss
+        assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5), numbers
+    for wrong in (torch.tensor([3, 0]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(ValueError, match=r"labels of shape \[2\] must be class numbers from 0 to 2, or -100"):
+            model(tokens, labels=wrong)
+    pixels = torch.randint(0, 256, (2, 3, 40, 60), dtype=torch.uint8)
+    whole = torch.tensor([[[0.0, 0, 59, 39], [5, 5, 20, 30], [9, 3, 30, 20]]] * 2)
+    inputs = {"input_ids": tokens, "pixel_values": pixels, "boxes": whole}
+    grounded = hf.VLBertForReferringExpression(hf.VLBertConfig(JOINT, vocab_size=20, settings=RefCOCOSettings())).eval()
+    by_number = grounded(**inputs, labels=torch.tensor([2, 1])).loss
+    assert torch.equal(by_number, grounded(**inputs, labels=torch.eye(3)[[2, 1]]).loss)
+    masked = hf.VLBertForPreTraining(
+        hf.VLBertConfig(JOINT, vocab_size=20, num_classes=8, settings=PretrainingSettings())
+    )
+    classes, probabilities = torch.tensor([[-100, 3, 8], [-100, -100, 1]]), torch.zeros(2, 3, 9)
+    probabilities[[0, 0, 1], [1, 2, 2], [3, 8, 1]] = 1
+    losses = [masked.eval()(**inputs, region_labels=labels).loss for labels in (classes, probabilities)]
+    assert torch.equal(*losses)
+    ranked = hf.VLBertForImageTextRetrieval(
+        hf.VLBertConfig(JOINT, vocab_size=20, settings=retrieval(tmp_path)[0].settings)
+    )
+    with pytest.raises(ValueError, match=r"labels is \[2\]; it must be \[pairs, 2\]"):
+        ranked(**inputs, labels=torch.tensor([1, 0]))
+
+
+def test_processor_and_tokenizer_have_one_true_limit(models):
+    run = str(models / "runs/vqa-pixels")
+    processor = transformers.AutoProcessor.from_pretrained(run)
+    assert (
+        processor.tokenizer.model_max_length == transformers.AutoTokenizer.from_pretrained(run).model_max_length == 62
+    )
+    model, long = transformers.AutoModelForVisualQuestionAnswering.from_pretrained(run), "is a square red " * 200
+    given = {"images": str(models / "photo.jpg"), "boxes": BOX}
+    with pytest.raises(ValueError, match="the text has 800 tokens, but 58 fit; shorten it, or set truncation=True"):
+        processor(text=long, **given)
+    cut = processor(text=long, truncation=True, **given)
+    assert cut["input_ids"].shape == (1, 62)
+    assert model(**cut).logits.shape == (1, 3)
+    assert processor(text=long, truncation=True, max_length=10, **given)["input_ids"].shape == (1, 10)
+    padded = processor(text="red", padding="max_length", max_length=30, **given)
+    assert (padded["input_ids"].shape, int(padded["attention_mask"].sum())) == ((1, 30), 5)
+    with pytest.raises(ValueError, match="max_length is 63; the model reads 1 to 62 tokens"):
+        processor(text="red", max_length=63, **given)
+    for name, length in (("pretraining", 46), ("related", 32), ("retrieval", 42), ("refcoco", 62)):
+        other = hf.VLBertProcessor.from_pretrained(models / "runs" / name)
+        assert other(text=long, truncation=True, **given)["input_ids"].shape == (1, length), name
+    plain = hf.VLBertProcessor(processor.tokenizer, hf.VLBertConfig(TINY_MODEL, vocab_size=len(WORDS)))
+    alone = processor.tokenizer(long, truncation=True, return_tensors="pt")
+    assert alone["input_ids"].shape == plain(text=long, truncation=True, **given)["input_ids"].shape == (1, 62)
+
+
+def test_a_run_loads_through_auto_classes_as_its_newest_checkpoint_does(models, tmp_path):
+    run = models / "runs/vqa-pixels"
+    assert transformers.AutoConfig.from_pretrained(str(run)).task == "VQASettings"
+    model = transformers.AutoModelForVisualQuestionAnswering.from_pretrained(str(run))
+    step = hf.VLBertForQuestionAnswering.from_pretrained(run / "step-0000001")
+    assert all(torch.equal(one, step.state_dict()[name]) for name, one in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    readme = (tmp_path / "README.md").read_text()
+    assert "Without `import vlbert.hf`" in readme
+    assert "from vlbert.hf import VLBertForQuestionAnswering" in readme
+    (tmp_path / "README.md").write_text("my own words")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my own words"
+
+
+def test_options_of_transformers_loader_do_what_they_say_or_are_named(models):
+    run, kind = models / "runs/vqa-pixels", hf.VLBertForQuestionAnswering
+    model, info = kind.from_pretrained(run, output_loading_info=True)
+    assert info == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
+    seven, info = kind.from_pretrained(run, num_labels=7, ignore_mismatched_sizes=True, output_loading_info=True)
+    assert seven.config.num_labels == seven.task.settings.answers == 7
+    names = {name for name, _, _ in info["mismatched_keys"]}
+    assert names == {name for name, one in seven.state_dict().items() if one.shape != model.state_dict()[name].shape}
+    assert len(names) == 2
+    same = [name for name in model.state_dict() if name not in names]
+    assert all(torch.equal(model.state_dict()[name], seven.state_dict()[name]) for name in same)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    assert not any(one.any() for one in kind.from_pretrained(run, state_dict=zeros).state_dict().values())
+    _, info = kind.from_pretrained(models / "runs/pretraining", output_loading_info=True, num_labels=2)
+    assert info["missing_keys"]
+    assert all(name.startswith("head.") for name in info["missing_keys"] + info["unexpected_keys"])
+    with pytest.raises(ValueError, match="quantization_config is not supported"):
+        kind.from_pretrained(run, quantization_config={"load_in_8bit": True})
+
+
+def test_arrays_and_tensors_are_images(models):
+    photo = np.asarray(Image.open(models / "photo.jpg"))
+    processor = hf.VLBertProcessor.from_pretrained(models / "runs/pretraining")
+    expected = processor(images=Image.fromarray(photo), text="red", boxes=BOX)["pixel_values"]
+    first = photo.transpose(2, 0, 1)
+    alike = photo, first, torch.from_numpy(first.copy()), torch.from_numpy(first.copy()).float() / 255, photo / 255
+    for image in alike:
+        assert torch.equal(processor(images=image, text="red", boxes=BOX)["pixel_values"], expected)
+    stacked = processor(images=np.stack([photo, photo]), text=["red", "red"], boxes=[BOX, BOX])["pixel_values"]
+    assert torch.equal(stacked, expected.repeat(2, 1, 1, 1))
+    grey = processor(images=photo[:, :, 0], text="red", boxes=BOX)["pixel_values"]
+    assert torch.equal(grey, processor(images=photo[:, :, :1], text="red", boxes=BOX)["pixel_values"])
+    for wrong, named in (
+        (photo.astype(np.float32), "an image has float32 from .*; give integers from 0 to 255, or floats from 0 to 1"),
+        (np.zeros((5, 7, 9)), r"an image is \[5, 7, 9\]"),
+        (np.full((40, 40, 3), np.nan), "an image has float64 from nan"),
+        (object(), "an image is a object; give file paths"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            processor(images=wrong, text="red", boxes=BOX)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -312,7 +451,7 @@ def test_a_saved_folder_has_no_path_of_this_machine_and_loads_equal(models, tmp_
     assert not list((tmp_path / "other-rank").glob("*"))
     with pytest.raises(OSError, match=f"{saved} has no vocab.txt"):
         hf.VLBertProcessor.from_pretrained(saved)
-    assert {file.name for file in saved.iterdir()} == {"config.json", "model.safetensors", "task.json"}
+    assert {file.name for file in saved.iterdir()} == {"README.md", "config.json", "model.safetensors", "task.json"}
     processor.save_pretrained(saved)
     names = {file.name for file in saved.iterdir()}
     assert names >= {"processor_config.json", "tokenizer.json", "vocab.txt", "detector.safetensors"}
@@ -338,7 +477,7 @@ def test_config_classes_and_models_are_found_by_config_json(models):
     config = transformers.AutoConfig.from_pretrained(step)
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 2, 4)
     assert (config.max_position_embeddings, config.vocab_size) == (64, len(WORDS))
-    assert config.task_settings == PretrainingSettings(max_elements=48)
+    assert config.task_settings == PretrainingSettings(max_elements=48, text_length=62)
     assert config.model_config.regions.weights is None
     tokens, plain = torch.tensor([[2, 7, 3]]), hf.VLBertModel.from_pretrained(step, config=config)
     assert len(transformers.AutoModel.from_pretrained(step, output_attentions=True)(tokens).attentions) == 2

@@ -143,7 +143,7 @@ def training() -> list[Batch]:
     """Made once: the same for every model."""
     task = Pretraining(LEARNS, WORDS, len(COLOURS))
     drawings = Drawn(range(512))
-    data = TrainingData([TrainingDataset(drawings, task.examples(drawings, None))], task, DATA, MODEL.regions, ALONE)
+    data = TrainingData([TrainingDataset(drawings, task.examples(drawings, None))], task, DATA, MODEL, ALONE)
     return [data[step][0] for step in range(STEPS)]
 
 

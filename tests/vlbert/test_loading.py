@@ -54,7 +54,7 @@ def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
 def validation(root, size: int) -> tuple[list, list]:
     """Over all ranks of such a world: the rows, and those with other images."""
     source, rows = training_data(root).source(), ([], [])
-    given = source.samples, source.examples, source.task, source.config, TINY_MODEL.regions
+    given = source.samples, source.examples, source.task, source.config, TINY_MODEL
     for rank in range(size):
         for both, _, unreadable in ValidationData(*given, World(rank, size, CPU), 7):
             assert not unreadable

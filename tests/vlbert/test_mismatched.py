@@ -93,7 +93,7 @@ def test_in_validation_no_pair_is_mismatched_and_with_other_images_all_are_and_k
     task = make_task(root)
     samples, _ = open_samples(open_store(str(root)), "captions", None, None, ALONE)
     config = tiny_recipe(root).data
-    data = ValidationData(samples, task.examples(samples, None), task, config, TINY_MODEL.regions, ALONE, None)
+    data = ValidationData(samples, task.examples(samples, None), task, config, TINY_MODEL, ALONE, None)
     batches = [data[index][0] for index in range(len(data))]
     plain, shuffled = (torch.cat([pair[i].labels["related"] for pair in batches]) for i in (0, 1))
     assert shuffled.all()

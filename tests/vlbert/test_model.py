@@ -114,8 +114,9 @@ def test_the_fast_rcnn_starts_from_a_detectors_weights(tmp_path):
         make_model(other, TASK, LETTERS, None, None, print)
 
 
-def test_a_row_longer_than_the_position_table_is_named(model):
-    words = LETTERS.encode("a " * 70)
-    zeros = np.zeros(len(words), np.int64)
-    with pytest.raises(ValueError, match="sample long: 70 tokens .* max_positions = 64"):
-        model.vlbert(collate([Example("long", TextInput(words, zeros, zeros))]))
+def test_the_sample_whose_text_is_longer_than_the_position_table_is_named(model):
+    short, long = (TextInput.of_one_sentence(LETTERS.encode("a " * count)) for count in (5, 70))
+    examples = [Example("short", short, more=(short, short)), Example("wordy", short, more=(long,))]
+    named = "^sample wordy has a text of 70 tokens, but the model reads at most 62; shorten the text$"
+    with pytest.raises(ValueError, match=named):
+        model.vlbert(collate([*examples, Example("last", short)]))

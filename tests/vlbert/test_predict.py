@@ -27,6 +27,7 @@ from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
 from vlbert.config import Recipe, RegionConfig
+from vlbert.data.batch import collate
 from vlbert.predict.command import main
 from vlbert.predict.predictor import Predictor, name_regions
 from vlbert.recipes.vlbert import finetune_refcoco
@@ -78,7 +79,7 @@ def test_masked_words_are_filled_in(pretrained, sample):
     first, second = (mask["guesses"][0] for mask in row["masks"])
     assert prediction.answer == f"a {first['answer']} square and a {second['answer']} [UNK]"
     assert row["probability"] == pytest.approx(first["probability"] * second["probability"])
-    batch = pretrained.make_batch(sample, pretrained.task.annotation_for(prediction.row["question"]))
+    batch = collate([pretrained.make_example(sample, pretrained.task.annotation_for(prediction.row["question"]))])
     with torch.no_grad():
         model = pretrained.model
         likely = model.head.words(model.vlbert, model.vlbert(batch).text[:, 2])[0].softmax(0)
@@ -146,13 +147,20 @@ def test_vcr_names_regions_by_their_numbers_from_1_and_rationales_explain_an_ans
     assert {file.name for file in tmp_path.iterdir()} == {"out.png", "out-attention.png"}
 
 
-def test_without_a_text_the_regions_are_drawn_with_their_numbers(models, capsys):
-    main([str(models / "runs/pretraining"), str(models / "photo.jpg"), "--task.max_elements=30"])
+def test_without_a_text_the_regions_are_drawn_with_their_numbers(models, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {*models.iterdir()}
+    command = [str(models / "runs/pretraining"), str(models / "photo.jpg"), "--task.max_elements=30"]
+    main(command)
     printed = capsys.readouterr().out
     assert re.search(r"^\d+ regions: 1 \w+ \w+, 2 ", printed)
-    assert f"drawn: {models / 'photo-regions.png'}\n" in printed
-    with Image.open(models / "photo-regions.png") as drawn:
+    assert "drawn: photo-regions.png\n" in printed
+    with Image.open("photo-regions.png") as drawn:
         assert max(drawn.size) >= 800
+    (tmp_path / "drawings").mkdir()
+    main([*command, "--out", "drawings"])
+    assert {str(file) for file in Path().rglob("*.png")} == {"photo-regions.png", "drawings/photo-regions.png"}
+    assert {*models.iterdir()} == before, "nothing lands beside the image"
 
 
 def test_vilbert_reads_as_many_regions_as_in_training(models):
@@ -164,6 +172,51 @@ def test_vilbert_reads_as_many_regions_as_in_training(models):
     assert "the model reads the first 4 of 9 regions" in [line for line, _ in prediction.lines()]
     with pytest.raises(ValueError, match="no region 5 to mask: the image has 9, from 1, of which the model reads the"):
         vilbert(many, "a [MASK]", mask_regions=(5,))
+
+
+def test_lists_give_lists_in_batches(models, monkeypatch):
+    asks = predictor(models, "pretraining", detector=WEIGHTS)
+    photo, texts = models / "photo.jpg", ["a [MASK]", "a red [MASK] and a [MASK]", "[MASK] square"]
+    one_by_one = [asks(photo, text) for text in texts]
+    sizes, original = [], asks.task.predictions
+
+    def counted(vlbert, head, encoded, batch):
+        sizes.append(len(batch.keys))
+        return original(vlbert, head, encoded, batch)
+
+    monkeypatch.setattr(asks.task, "predictions", counted)
+    for images in (photo, [photo] * 3, [asks.detect(photo)] * 3):
+        together = asks(images, texts, batch_size=2)
+        assert [found.answer for found in together] == [found.answer for found in one_by_one]
+        assert [found.tokens for found in together] == [found.tokens for found in one_by_one]
+        for found, alone in zip(together, one_by_one, strict=True):
+            assert found.row["probability"] == pytest.approx(alone.row["probability"], rel=1e-4)
+            assert found.lines()[0] == alone.lines()[0]
+    assert sizes == [2, 1] * 3
+    assert [found.answer for found in asks([photo, photo], texts[0])] == [one_by_one[0].answer] * 2
+    assert [len(found.names) for found in asks([photo, photo])] == [len(one_by_one[0].names)] * 2
+    assert asks([], []) == []
+    choices = predictor(models, "vcr-answers", detector=WEIGHTS)([photo, photo], "why is [2] red", choices=FOUR)
+    assert [len(found.tokens) for found in choices] == [4, 4]
+    for call, named in (
+        (lambda: asks([photo], texts), "there are 1 images and 3 texts"),
+        (lambda: asks(photo, ["a [MASK]", None]), "a text of the list is None"),
+        (lambda: asks([photo], texts[:1], attentions=True), "attentions are returned for one image and one text"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
+
+
+def test_a_predictor_has_a_device_and_says_when_it_knows_drawn_shapes_only(models):
+    asks = predictor(models, "pretraining", detector=WEIGHTS, device="cpu")
+    assert asks.device == next(asks.model.parameters()).device == torch.device("cpu")
+    with pytest.warns(
+        UserWarning, match="runs/pretraining/step-0000001 knows drawn shapes only, such as a blue circle"
+    ):
+        assert asks.detector.settings.device == "cpu"
+    assert asks.detector.id == recorded(demo_detector())["id"]
+    with pytest.raises((RuntimeError, AssertionError)):
+        predictor(models, "pretraining", device="cuda:99")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -204,6 +257,7 @@ def own() -> Recipe:
 
 
 def test_a_task_of_ones_own_needs_its_recipe(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(vlbert.tasks, "TASKS", {OwnSettings: Pretraining})
     folder = save_model(tmp_path, "own", OwnSettings(max_elements=24), recorded(demo_detector()))
     arguments = [str(folder), str(models / "photo.jpg"), "a [MASK]", "--out", f"{tmp_path}/out.png"]

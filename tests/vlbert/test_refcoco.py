@@ -84,6 +84,8 @@ WRONG_FILES = [  # the file, or what is in it; its new bytes, or the change; wha
     ("annotations", {"id": 1}, "1 ids of annotations of .*instances.json are repeated, such as 1"),
     ("images", {"width": 0}, r"instances.json .*images\[0\]: .*an image of 0 x 64 pixels"),
     ("instances.json", b'{"images": [', "instances.json is truncated or not JSON"),
+    (REFS, b'[{"ref_id": 0, "ann_id": [0]}]', r"refs\(unc\).p is JSON, as gRefCOCO has it.*fetch the refs of RefCOCO"),
+    ("refs", lambda refs: refs[0].update(ann_id=[2, 3]), r"references\[0\]: TypeError: .*as in gRefCOCO"),
     (REFS, None, r"there is no .*refs\(unc\).p; .*set task.folder"),
     ("dets.json", b'[{"box": [1, 2, 3, 4]}]', r"dets.json .*detections\[0\]: KeyError: 'image_id'"),
     ("dets.json", None, "there is no .*dets.json; fetch it, or set task.detections"),
@@ -101,6 +103,45 @@ def test_a_wrong_file_is_named(tmp_path, samples, where, damage, named):
         (tmp_path / where).write_bytes(damage) if damage else (tmp_path / where).unlink(missing_ok=True)
     with pytest.raises(ValueError, match=named):
         read_expressions(tmp_path) and read_detections(tmp_path / "dets.json", tmp_path / "instances.json")
+
+
+@pytest.mark.parametrize("name", ["refs(unc).p", "refs(umd).p", "refs(google).p"])
+def test_the_refs_of_refcoco_and_refcocog_are_read_and_scored_too(tmp_path, samples, name):
+    write_refcoco(tmp_path, samples)
+    instances = json.loads((tmp_path / "instances.json").read_text())
+    (tmp_path / "refs(unc).p").rename(tmp_path / name)
+    change(tmp_path, "images", 0, file_name="COCO_train2014_000000000000_16.JPG")  # with the annotation behind it
+    assert {split: sum(map(len, files.values())) for split, files in read_expressions(tmp_path).items()} == {
+        "val": 4,
+        "train": 4,
+    }
+    change(tmp_path, "images", 0, **instances["images"][0])
+    task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
+    assert task.settings.files == (name, "instances.json")
+    assert task.settings.hashes().keys() == {name, "instances.json"}
+    query = queries(task, samples, "val")[2]
+    (row,) = predict(task, [example(task, samples[2], query)], [[0.0, -1, 2]])
+    assert task.metrics([row]) == {"accuracy_published": 1, "exact": 1, "chance": 0.5}
+    paper = {"accuracy_published": "RefCOCO+ 79.88 base, 80.31 large"}
+    assert task.reported("val") == (paper if name == "refs(unc).p" else {}), "the paper has RefCOCO+ alone"
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} has no split testA; it has train, val"):
+        queries(task, samples, "testA")
+
+
+def test_of_several_refs_one_is_chosen_and_other_forms_are_named(tmp_path, samples):
+    write_refcoco(tmp_path, samples)
+    refs = pickle.loads((tmp_path / "refs(unc).p").read_bytes())
+    (tmp_path / "refs(google).p").write_bytes(pickle.dumps(refs[:1]))
+    assert [len(read_expressions(tmp_path, refs)) for refs in (None, "refs(unc).p", "refs(google).p")] == [2, 2, 1]
+    chosen = RefCOCO(RefCOCOSettings(str(tmp_path), refs="refs(google).p"), WORDS, 8)
+    assert (chosen.settings.files[0], [*chosen.expressions]) == ("refs(google).p", ["val"])
+    for file in tmp_path.glob("refs*"):
+        file.unlink()
+    (tmp_path / "grefs(unc).json").write_text("[]")
+    with pytest.raises(ValueError, match=r"\(google\).p, but grefs\(unc\).json; fetch the refs of RefCOCO"):
+        read_expressions(tmp_path)
+    with pytest.raises(ValueError, match=r"grefs\(unc\).json is JSON, as gRefCOCO has it"):
+        read_expressions(tmp_path, "grefs(unc).json")
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_pairs_are_the_same_in_every_world(tmp_path: Path):
         config, rows = dataclasses.replace(retrieval_recipe(folder).data, gradient_accumulation=parts), []
         for rank in range(size):
             world, datasets = World(rank, size, torch.device("cpu")), [TrainingDataset(samples, examples)]
-            for batch in TrainingData(datasets, task, config, TINY_MODEL.regions, world)[step]:
+            for batch in TrainingData(datasets, task, config, TINY_MODEL, world)[step]:
                 rows += [str((role, *what)) for (_, role), what in shown(batch).items()]
         return sorted(rows)
 

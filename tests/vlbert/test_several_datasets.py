@@ -79,7 +79,7 @@ NUMBERS_AND_WEIGHTS = st.dictionaries(st.integers(1, 40), st.floats(0.05, 5), mi
 def test_boundaries_are_beginnings_of_epochs_and_come_again(weights, batch, every):
     datasets = [TrainingDataset(None, Examples(np.arange(n)), weight=weight) for n, weight in weights.items()]
     config, steps = DataConfig(batch=batch, new_shards_every=every), 120
-    data = TrainingData(datasets, SimpleNamespace(lookahead=0), config, TINY_MODEL.regions, ALONE)
+    data = TrainingData(datasets, SimpleNamespace(lookahead=0), config, TINY_MODEL, ALONE)
     found = [(step, *boundary) for step in range(steps) for boundary in data.boundaries(step)]
     for number, (n, weight) in enumerate(weights.items()):
         ours = [(step, boundary) for step, which, boundary in found if which == number]

@@ -49,11 +49,16 @@ def test_the_same_texts_build_the_same_vocabulary_in_every_process(tmp_path):
     assert Vocabulary.read(tmp_path / "vocab.txt").hash == built.hash
 
 
-def test_a_wrong_vocabulary_is_refused():
+def test_a_wrong_vocabulary_is_refused(tmp_path):
+    cased, text = tmp_path / "cased.txt", tmp_path / "text.txt"
+    cased.write_text("\n".join([*SPECIALS, "[unused1]", "the", "Paris"]))
+    text.write_text("The dog is in Paris.")
     for call, named in (
         (lambda: Vocabulary.build(lambda: ["", " "], 100), "the texts have no words"),
         (lambda: Vocabulary.build(lambda: ["abcdefghijklmnopqrstuvwxyz"], 40), "26 different letters, .* only 40"),
         (lambda: Vocabulary([*SPECIALS, "cat", "cat"]), "twice: 'cat'"),
+        (lambda: Vocabulary([*SPECIALS, "##ж", "Ж"]), "the vocabulary is a cased BERT's: 'Ж'; .*use an uncased one"),
+        (lambda: make_corpus(tmp_path / "c", [text], cased, 0, []), f"{cased} is a cased BERT's: 'Paris'"),
     ):
         with pytest.raises(ValueError, match=named):
             call()

@@ -15,11 +15,15 @@ from seeded import another_writer
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 from torch import Tensor, nn
 
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
+from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
+from training.checkpoint import Writer
 from training.distributed import World
 from training.loading import batches
-from training.log import read_metrics
+from training.log import RunLog, read_metrics
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch, collate, make_placeholder
 from vlbert.data.loading import TrainingData, ValidationData
@@ -179,7 +183,7 @@ def validated(root: Path, size: int) -> tuple[list[str], list[str], list[float]]
     keys, missing, boxes = [], [], []
     for rank in range(size):
         data, world = training_data(root).source(), World(rank, size, torch.device("cpu"))
-        more = (data.config, STILL.regions, world, 14)
+        more = (data.config, STILL, world, 14)
         for parts, _, unreadable in ValidationData(data.samples, data.examples, data.task, *more):
             missing += [one.key for one in unreadable.values()]
             if parts:
@@ -232,3 +236,51 @@ def test_a_run_logs_each_broken_sample_once_counts_every_slot_and_ends_where_the
     assert [line.get("unreadable") for line in again] == [line.get("unreadable") for line in training]
     with pytest.raises(ValueError, match="^2 samples cannot be read, the last because sample .* data.unreadable$"):
         train(dataclasses.replace(a_recipe(root, unreadable=1.9 / 16), run_name="again"), ALONE)
+
+
+# --- long captions ----------------------------------------------------------------------------------------------------
+
+
+def wordy(sample: Sample) -> Sample:
+    return dataclasses.replace(sample, caption="a red square and " * 175)  # 700 tokens
+
+
+def test_a_caption_of_700_words_is_cut_counted_and_named_with_its_list_and_row(tmp_path, capsys):
+    root = a_root(tmp_path, {5: wordy, 6: torn, 1001: wordy}, held_out=3)
+    recipe = dataclasses.replace(a_recipe(root, held_out=("held-out",)), steps=8)
+    assert recipe.task.caption_length == 60, "the default follows the model"
+    train(recipe, ALONE)
+    reason = "captions, row 6: it has 700 tokens, more than task.caption_length = 60"
+    cut = [line for line in lines_of(root) if line["cut"]]
+    assert [(line["key"], line["reason"]) for line in cut] == [(a_sample(5).key, reason)]
+    assert capsys.readouterr().out.count(f"1 texts are too long and cut: {reason}") == 1, "once, though in both epochs"
+    training = read_metrics(open_store(str(root)), "tiny", "training")
+    assert [sum(line.get(name, 0) for line in training) for name in ("cut", "unreadable")] == [2, 2]
+    allowed = dataclasses.replace(a_recipe(root, unreadable=1 / 16), run_name="again", steps=8)
+    train(allowed, ALONE)  # a cut caption counts as no unreadable sample
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_text_that_its_task_does_not_limit_is_left_out_by_name(tmp_path, listed):
+    root = a_root(tmp_path, {5: wordy})
+    if listed:
+        catalog, meta = Catalog(open_store(str(root)), "captions"), {"source": {"list": "my list.tsv sha256:00"}}
+        rows = [Row(0, a_sample(0).key, "ok", "", a_sample(0).url, None)]
+        image = dataclasses.replace(a_sample(0), regions=None)
+        assert commit_shard(catalog, "images", "00000", [image], rows, meta)
+    unlimited = dataclasses.replace(ASKS, caption_length=1000)
+    data = loaded.training_data(root, task=Pretraining(unlimited, WORDS, 8), batch=4, text_batch=0)
+    (one,) = [one for step in range(4) for batch in data[step] for one in batch.unreadable]
+    name = "my list.tsv" if listed else "captions"
+    reason = f"{name}, row 6: its text has 702 tokens, but the model reads at most 62"
+    assert (one.key, one.reason, one.cut) == (a_sample(5).key, f"sample {one.key}: {reason}", False)
+
+
+def test_a_log_names_a_thousand_cut_texts_and_no_more(tmp_path):
+    with Writer(open_store(str(tmp_path))) as writer:
+        log = RunLog(writer, "run", 0, 10, 1)
+        lines = [{"step": 1, "key": "k", "reason": f"reason {n}", "cut": n % 2 == 0} for n in range(2200)]
+        assert log.unreadable(iter(lines)) == 1100
+        assert log.unreadable(lines) == 1100
+    found = [json.loads(line) for line in (tmp_path / "runs/run/unreadable.jsonl").read_text().splitlines()]
+    assert [sum(line["cut"] == cut for line in found) for cut in (True, False)] == [1000, 1100]

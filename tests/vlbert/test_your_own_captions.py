@@ -29,4 +29,5 @@ def test_the_commands_of_the_page_lead_to_a_checkpoint_that_answers(demo_data: D
     assert "captions: 1 new of 1 shards" in printed
     assert "all rows: 16 ok" in printed
     assert "all rows: 4 ok" in printed
-    assert (tmp_path / "photos/0001-answer.png").is_file()
+    assert (tmp_path / "0001-answer.png").is_file()
+    assert not (tmp_path / "photos/0001-answer.png").exists(), "it would be an image of the next collection"

@@ -74,4 +74,4 @@ def test_the_commands_of_the_page_train_a_classifier_of_image_and_text(own_modul
     assert metrics["accuracy"] >= metrics["majority_accuracy"] + 0.1
     assert metrics["accuracy_grounding_gap"] >= 0.1, "only the image shows colour and shape"
     assert "look what I made" in capsys.readouterr().out
-    assert (tmp_path / "images/0001-answer.png").is_file()
+    assert (tmp_path / "0001-answer.png").is_file()

@@ -109,12 +109,14 @@ class Sizes:
         tokens, regions: number of tokens and of regions in each row.
         labelled: number of labels in each row, for each label mask by name.
         images: (width, height) of each image without padding.
+        examples: index of each row's example, as in `Batch.keys`.
     """
 
     tokens: tuple[int, ...]
     regions: tuple[int, ...]
     labelled: dict[str, tuple[int, ...]]
     images: tuple[tuple[int, int], ...]
+    examples: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +275,7 @@ def collate(
             name: tuple(np.bincount(index // width, minlength=n).tolist()) for name, (index, width) in labelled.items()
         },
         images=tuple(p.size for p in images),
+        examples=tuple(owners),
     )
     covered = [np.zeros((0, 4), np.float32) if p.covered is None else p.covered for p in images]
     h = max((len(boxes) for boxes in covered), default=0)
@@ -321,8 +324,10 @@ def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
     zeros = torch.zeros_like(tokens).repeat(images, 1)
     rows = batch.image_rows.repeat_interleave(len(texts))
     numbers = torch.arange(images, device=device)
-    regions = [batch.sizes.regions[row] for row in batch.image_rows.tolist() for _ in texts]
-    sizes = Sizes(tuple(len(text) for text in texts) * images, tuple(regions), {}, batch.sizes.images)
+    first_rows = [row for row in batch.image_rows.tolist() for _ in texts]
+    regions, examples = ([values[row] for row in first_rows] for values in (batch.sizes.regions, batch.sizes.examples))
+    lengths = tuple(len(text) for text in texts) * images
+    sizes = Sizes(lengths, tuple(regions), {}, batch.sizes.images, tuple(examples))
     return dataclasses.replace(
         batch,
         tokens=tokens.repeat(images, 1),

@@ -3,7 +3,9 @@
 import io
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.sample import Sample, sample_key
@@ -13,9 +15,17 @@ IMAGES = ImageSettings(max_bytes=200 * 2**20)
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
-def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """Read a user's image as datasets store it: an upright JPEG, RGB or grey. Raises ValueError if it is not valid."""
+AnyImage = str | Path | bytes | Image.Image | np.ndarray | Tensor
+
+
+def read_image(image: AnyImage) -> Sample:
+    """Read a user's image as datasets store it: an upright JPEG, RGB or grey. Raises ValueError if it is not valid.
+
+    `image` is a file, bytes, a Pillow image, or an array as `from_array` takes it.
+    """
     name = str(image) if isinstance(image, str | Path) else "the image"
+    if isinstance(image, np.ndarray | Tensor):
+        image = from_array(image)
     try:
         if isinstance(image, Image.Image):
             image = _encode_png(image)  # as if read from a file
@@ -34,6 +44,26 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
         sha256=stored.sha256,
         flags=stored.flags,
     )
+
+
+def from_array(array: np.ndarray | Tensor) -> Image.Image:
+    """Return an array or tensor as an image. Raises ValueError if it is none.
+
+    It is [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, and has integers from 0 to 255 or floats from 0 to 1.
+    """
+    values = array.detach().cpu().float().numpy() if isinstance(array, Tensor) and array.is_floating_point() else array
+    values = np.asarray(values)
+    if values.ndim == 3 and values.shape[0] in (1, 3, 4) and values.shape[2] not in (1, 3, 4):
+        values = values.transpose(1, 2, 0)
+    shape, limit = values.shape, 1 if values.dtype.kind == "f" else 255
+    if values.ndim not in (2, 3) or 0 in shape or (values.ndim == 3 and shape[2] not in (1, 3, 4)):
+        raise ValueError(f"an image is {list(shape)}; give [height, width, channels] or [channels, height, width]")
+    if values.dtype.kind not in "fiu" or not (values.min() >= 0 and values.max() <= limit):
+        kind = f"{values.dtype} from {values.min()} to {values.max()}"
+        raise ValueError(f"an image has {kind}; give integers from 0 to 255, or floats from 0 to 1")
+    if limit == 1:
+        values = np.rint(values * 255)
+    return Image.fromarray(values.astype(np.uint8).squeeze(2) if shape[2:] == (1,) else values.astype(np.uint8))
 
 
 def _encode_png(image: Image.Image) -> bytes:

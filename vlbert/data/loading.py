@@ -21,12 +21,12 @@ from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
 from training.distributed import World
 from training.log import Unreadable
-from vlbert.config import DataConfig, RegionConfig
+from vlbert.config import DataConfig, ModelConfig
 from vlbert.data.batch import Batch, Example, collate, make_placeholder
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.images import prepare_image
 from vlbert.data.order import CAPTIONS, TEXT, VALIDATION, SnapshotSpan, draw_samples, seed_of
-from vlbert.data.samples import MAX_UNREADABLE, sample_indices
+from vlbert.data.samples import MAX_UNREADABLE, row_in_list, sample_indices
 from vlbert.tasks.base import Examples, Task
 
 Slot = tuple[int, int, int, int]  # index of the dataset, index in its spans, epoch, index of the example
@@ -70,7 +70,7 @@ class ExampleSource:
     examples: Examples
     task: Task
     config: DataConfig
-    regions: RegionConfig
+    model: ModelConfig
     stream: int  # CAPTIONS or VALIDATION of order.py, selects the random numbers
 
     def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
@@ -94,7 +94,14 @@ class ExampleSource:
             annotation = self.examples.annotations[number] if len(self.examples.annotations) else None
             rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if annotation is None else number)
             flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
-            return self.task.example(sample, prepare_image(sample, self.regions, flip), annotation, rng)
+            example = self.task.example(sample, prepare_image(sample, self.model.regions, flip), annotation, rng)
+            longest = max(len(text.tokens) for text in example.texts)
+            if longest > self.model.max_tokens:  # of a task that does not limit its texts
+                place, most = row_in_list(self.samples, int(self.examples.samples[number])), self.model.max_tokens
+                raise ValueError(f"{place}: its text has {longest} tokens, but the model reads at most {most}")
+            if cut := example.metadata.get("cut"):
+                example.metadata["cut"] = f"{row_in_list(self.samples, int(self.examples.samples[number]))}: {cut}"
+            return example
         except ValueError as error:
             reason = str(error) if sample.key in str(error) else f"sample {sample.key}: {error}"
             return Unreadable(step, sample.key, reason)
@@ -129,7 +136,7 @@ class TrainingData(Dataset):
         datasets: Sequence[TrainingDataset],
         task: Task,
         config: DataConfig,
-        regions: RegionConfig,
+        model: ModelConfig,
         world: World,
         corpus: TextCorpus | None = None,
     ):
@@ -142,7 +149,7 @@ class TrainingData(Dataset):
         self._sources = {}  # (index of the dataset, index in its spans) -> ExampleSource
         for number, dataset in enumerate(datasets):
             dataset_config = replace(config, seed=seed_of(config.seed, number))
-            source = ExampleSource(dataset.samples, dataset.examples, task, dataset_config, regions, CAPTIONS)
+            source = ExampleSource(dataset.samples, dataset.examples, task, dataset_config, model, CAPTIONS)
             self._sources[number, len(dataset.spans) - 1] = source
 
     def source(self, number: int = 0) -> ExampleSource:
@@ -219,6 +226,8 @@ class TrainingData(Dataset):
         self, step: int, pairs: list[Slot], following: list[Slot], texts: list[tuple[int, int]]
     ) -> tuple[list[Example], list[Unreadable]]:
         examples, unreadable = _split_readable(self._read(step, pairs))
+        cut = [example for example in examples if example.metadata.get("cut")]
+        unreadable += [Unreadable(step + 1, example.key, example.metadata["cut"], cut=True) for example in cut]
         if examples and self.task.lookahead:
             readable = (example for slot in following for example in _split_readable(self._read(step, [slot]))[0])
             examples = self.task.collate_group(examples, list(itertools.islice(readable, self.task.lookahead)))
@@ -253,7 +262,7 @@ class ValidationData(Dataset):
         examples: Examples,
         task: Task,
         config: DataConfig,
-        regions: RegionConfig,
+        model: ModelConfig,
         world: World,
         limit: int | None,
         batch_size: int | None = None,
@@ -268,7 +277,7 @@ class ValidationData(Dataset):
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
         if count < len(examples):
             examples = task.subset(examples, self.numbers)
-        self.source = ExampleSource(samples, examples, task, config, regions, VALIDATION)
+        self.source = ExampleSource(samples, examples, task, config, model, VALIDATION)
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self.size)

@@ -1,5 +1,6 @@
 """Open one snapshot of a dataset for a run. Each sample has the regions that one detector found in its image."""
 
+import functools
 import os
 
 import numpy as np
@@ -10,7 +11,7 @@ from storage.object_store import ObjectStore
 from storage.order import mix, shuffled
 from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
-from storage.snapshots import Snapshot
+from storage.snapshots import Snapshot, read_columns
 from training.distributed import World, broadcast
 from vlbert.config import DataConfig
 
@@ -108,6 +109,26 @@ def find_readable(samples: Samples) -> Sample:
         except ValueError as error:
             last = error
     raise ValueError(f"none of {len(tried)} samples chosen at random can be read, the last because {last}") from last
+
+
+def row_in_list(samples: Samples, number: int) -> str:
+    """Return where a sample's caption comes from: "LIST, row N" with N from 1, or its URL if no list is known."""
+    if not isinstance(samples, ShardSamples):
+        return samples.urls[number]
+    index = samples.index
+    rows, source = _input_rows(index.store, index.path)
+    return f"{source}, row {rows[number] + 1}"
+
+
+@functools.lru_cache(16)
+def _input_rows(store: ObjectStore, path: str) -> tuple[np.ndarray, str]:
+    """Return the number of each sample's row in its list, int64 [S], and the list's name (else the dataset's)."""
+    rows = np.concatenate([table["row"].to_numpy() for table in read_columns(store, path, ["row"])])
+    dataset = path.partition("/")[0]
+    catalog = Catalog(store, dataset)
+    headers = catalog.headers("images", catalog.shards("images")[:1])
+    lists = [header.meta["source"]["list"] for header in headers.values() if header.meta.get("source")]
+    return rows, lists[0].rpartition(" sha256:")[0] if lists else dataset
 
 
 def load_captions(samples: Samples) -> list[str]:

@@ -29,6 +29,9 @@ class Vocabulary:
             raise ValueError(f"{source} lacks {', '.join(missing)}; it must be a BERT vocab.txt, one token per line")
         if len(set(tokens)) < len(tokens):
             raise ValueError(f"{source} has a token twice: {next(p for p in tokens if tokens.count(p) > 1)!r}")
+        cased = next((token for token in tokens if token[:1] != "[" and token != token.lower()), None)
+        if cased:
+            raise ValueError(f"{source} is a cased BERT's: {cased!r}; captions are lower-cased, so use an uncased one")
         self.tokens = tokens
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.pad, self.unknown, self.cls, self.sep, self.mask = (self.ids[special] for special in SPECIALS)

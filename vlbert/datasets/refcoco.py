@@ -1,4 +1,7 @@
-"""RefCOCO+'s files, and the scoring of predicted boxes. Error messages name the file and entry, and say what to do."""
+"""The files of RefCOCO, RefCOCO+ and RefCOCOg, and the scoring of predicted boxes.
+
+Error messages name the file and entry, and say what to do.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,7 +14,10 @@ import numpy as np
 from storage.pickles import UnsafePickle, read_pickle
 from vlbert.datasets.files import check_unique, open_task_file, parse_entries, read_json
 
-FILES = ("refs(unc).p", "instances.json")
+# Files of expressions: RefCOCO and RefCOCO+ (UNC's splits), RefCOCOg (UMD's), RefCOCO and RefCOCOg (Google's).
+REFS = ("refs(unc).p", "refs(umd).p", "refs(google).p")
+INSTANCES = "instances.json"
+_READ = "fetch the refs of RefCOCO, RefCOCO+ or RefCOCOg, or set task.folder or task.refs"
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image as the data set ships it
 Convention = Literal["mattnet", "published", "vilbert", "plain"]
 
@@ -19,7 +25,7 @@ Convention = Literal["mattnet", "published", "vilbert", "plain"]
 # differ at the threshold: if one box is half of the other, `published` gives a little more than 0.50, and `plain`
 # counts a miss.
 CONVENTIONS = get_args(Convention)
-# Table 3 of the paper, % of expressions: track -> split -> text. The paper does not name its convention.
+# Table 3 of the paper, RefCOCO+, % of expressions: track -> split -> text. The paper does not name its convention.
 REPORTED = {
     "ground_truth": {
         "val": "79.88 base, 80.31 large",
@@ -135,16 +141,27 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
     return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
 
-def list_expressions(expressions: Expressions, split: str, folder: Path) -> list[tuple[str, Expression]]:
+def find_refs(folder: Path) -> str:
+    """Return the name of the first of REFS that is in `folder`, or of the first one if none is."""
+    return next((name for name in REFS if (folder / name).exists()), REFS[0])
+
+
+def list_expressions(expressions: Expressions, split: str, source: Path) -> list[tuple[str, Expression]]:
     """Return (image file, expression) for all expressions of a split. Raises ValueError if there is no such split."""
     if split not in expressions:
-        raise ValueError(f"{folder / FILES[0]} has no split {split}; it has {', '.join(sorted(expressions))}")
+        raise ValueError(f"{source} has no split {split}; it has {', '.join(sorted(expressions))}")
     return [(file, expression) for file, listed in expressions[split].items() for expression in listed]
 
 
-def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
-    """Read the expressions in the file `refs` and their boxes. Return the expressions by split and image file."""
-    source, instances = folder / refs, folder / FILES[1]
+def read_expressions(folder: Path, refs: str | None = None) -> Expressions:
+    """Read the expressions in the file `refs` and their boxes. Return the expressions by split and image file.
+
+    `refs` defaults to the first of REFS in `folder`.
+    """
+    source, instances = folder / (refs or find_refs(folder)), folder / INSTANCES
+    if refs is None and not source.exists() and folder.is_dir():
+        others = ", ".join(sorted(file.name for file in folder.iterdir() if file.name != INSTANCES)[:3])
+        raise ValueError(f"there is no {source}; nor are {REFS[1]} and {REFS[2]}, but {others or 'nothing'}; {_READ}")
     images, annotations = _read_instances(instances)
     objects, index_of = defaultdict(list), {}
     for number, (image, box) in annotations.items():
@@ -153,7 +170,7 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
             objects[image].append(box)
     objects_of = {image: tuple(boxes) for image, boxes in objects.items()}
     expressions = defaultdict(lambda: defaultdict(list))
-    refs_read = parse_entries(read_plain_pickle(source), "references", "RefCOCO+", source, _check_ref)
+    refs_read = parse_entries(read_plain_pickle(source), "references", "RefCOCO", source, _check_ref)
     check_unique([ref["ref_id"] for ref in refs_read], f"references of {source}")
     check_unique([sentence["sent_id"] for ref in refs_read for sentence in ref["sentences"]], f"sentences of {source}")
     for ref in refs_read:
@@ -195,6 +212,8 @@ def read_plain_pickle(file: Path) -> Any:
     """Read a pickle, possibly from Python 2, without running code. Raises ValueError if the pickle would run code."""
     with open_task_file(file, "task.folder") as stream:
         data = stream.read()
+    if data.lstrip()[:1] in (b"[", b"{"):
+        raise ValueError(f"{file} is JSON, as gRefCOCO has it: its expressions name several objects or none; {_READ}")
     try:
         return read_pickle(data, encoding="utf-8")
     except UnsafePickle as error:
@@ -237,7 +256,7 @@ def _check_ref(ref: dict) -> dict:
     ids = [ref["ref_id"], ref["image_id"], ref["ann_id"], *(value["sent_id"] for value in ref["sentences"])]
     texts = [ref["split"], *(value["sent"] for value in ref["sentences"])]
     if not (all(isinstance(value, int) for value in ids) and all(isinstance(text, str) for text in texts)):
-        raise TypeError("an id is not a number, or its split or a sentence is not a string")
+        raise TypeError("an id is not a number (as in gRefCOCO), or its split or a sentence is not a string")
     return ref
 
 

@@ -194,7 +194,7 @@ def _predict_split(
     examples = model.task.examples(samples, split if has_splits else None)
     # Batches do not depend on the world size, and so metrics do not either.
     batch = max(1, min(model.task.evaluation_batch_size, config.batch // config.gradient_accumulation))
-    data = ValidationData(samples, examples, model.task, config, recipe.model.regions, world, None, batch)
+    data = ValidationData(samples, examples, model.task, config, recipe.model, world, None, batch)
     settings = replace(recipe.task, validate_on=split) if has_splits else recipe.task
     identity = inputs | {"code": version("vlbert"), "checkpoint": checkpoint.uri, "files": settings.hashes()}
     identity |= {"weights": checkpoint.folder.hashes.get(MODEL), "model": to_json(recipe.model)}

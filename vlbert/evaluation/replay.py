@@ -99,7 +99,7 @@ def _relocate(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) 
 
 
 def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: bool) -> Replay:
-    state, config, regions = checkpoint.state, recipe.data, recipe.model.regions
+    state, config, model = checkpoint.state, recipe.data, recipe.model
     hint = "put it back, or name the folder that has it: --folder=FOLDER"
     recipe.task.check_same(state.get("task_files"), checkpoint.uri, hint)
     store = open_store(config.root, write=False)
@@ -117,8 +117,8 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
     opened = open_data(recipe, store, at_step, at_step, ALONE)
     check_saved(opened.task, checkpoint)
     if pixels:
-        regions = replace(regions, features="end_to_end")
-    training = TrainingData(opened.datasets, opened.task, config, regions, ALONE, opened.corpus)
+        model = replace(model, regions=replace(model.regions, features="end_to_end"))
+    training = TrainingData(opened.datasets, opened.task, config, model, ALONE, opened.corpus)
     for number, span in later:
         name = sorted(config.datasets)[number]
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}

@@ -4,8 +4,8 @@
 
     import vlbert.hf  # registers the classes below with transformers' Auto classes
 
-    processor = AutoProcessor.from_pretrained("ROOT/runs/pretrain/step-0000100")
-    model = AutoModelForPreTraining.from_pretrained("ROOT/runs/pretrain/step-0000100")
+    processor = AutoProcessor.from_pretrained("ROOT/runs/pretrain")
+    model = AutoModelForPreTraining.from_pretrained("ROOT/runs/pretrain")
     outputs = model(**processor(images=image, text="a red [MASK]", boxes=boxes))
 
 The models wrap the classes of vlbert/model and vlbert/tasks, and return bit-identical outputs.
@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForVisualQuestionAnswering,
     AutoProcessor,
     AutoTokenizer,
-    BertTokenizerFast,  # ty: ignore[missing-module-member] made at import
 )
 
 from vlbert.hf.config import VLBertConfig
@@ -31,7 +30,7 @@ from vlbert.hf.models import (
     VLBertForVisualCommonsenseReasoning,
     VLBertModel,
 )
-from vlbert.hf.processor import VLBertProcessor
+from vlbert.hf.processor import VLBertProcessor, VLBertTokenizer
 
 __all__ = [
     "VLBertConfig",
@@ -49,5 +48,5 @@ AutoModel.register(VLBertConfig, VLBertModel, exist_ok=True)
 AutoModelForPreTraining.register(VLBertConfig, VLBertForPreTraining, exist_ok=True)
 AutoModelForVisualQuestionAnswering.register(VLBertConfig, VLBertForQuestionAnswering, exist_ok=True)
 AutoModelForMultipleChoice.register(VLBertConfig, VLBertForVisualCommonsenseReasoning, exist_ok=True)
-AutoTokenizer.register(VLBertConfig, fast_tokenizer_class=BertTokenizerFast, exist_ok=True)
+AutoTokenizer.register(VLBertConfig, fast_tokenizer_class=VLBertTokenizer, exist_ok=True)
 AutoProcessor.register(VLBertConfig, VLBertProcessor, exist_ok=True)

@@ -32,11 +32,10 @@ from training.log import read_metrics
 from vlbert.checkpoint import Checkpoint, open_checkpoint
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results import METRICS, name_of, read_summary
+from vlbert.hf.files import MADE_BY, README
 from vlbert.tasks import settings_named
 
-README = "README.md"
 UNKNOWN = "not recorded"
-_MADE_BY = "<!-- made by vlbert.hf.cards: a card with this line is replaced, any other is kept -->"
 _MAX_LICENCES = 5  # licences that a card names
 _DETECTOR_SETTINGS = ("backend", "weights", "boxes", "selection", "precision", "keep_features", "random_init")
 _COLUMNS = {"license": pa.string(), "num_regions": pa.int64()}
@@ -183,7 +182,7 @@ def _strip_folder(path: str) -> str:
 def _render_card(kind: type[RepoCard], data: CardData, template: str, facts: Mapping[str, Any]) -> str:
     """Render a template as a card. All `facts` are escaped, because some are names from third-party lists and files."""
     path = str(Path(__file__).parent / template)
-    card = kind.from_template(data, template_path=path, made_by=_MADE_BY, unknown=UNKNOWN, **_escape(facts))
+    card = kind.from_template(data, template_path=path, made_by=MADE_BY, unknown=UNKNOWN, **_escape(facts))
     return re.sub(r"\n{3,}", "\n\n", str(card)) + "\n"
 
 
@@ -200,7 +199,7 @@ def put_card(store: ObjectStore, folder: str, card: str) -> None:
     """Write a card to `folder`/README.md. Raises ValueError if the file exists and was not written by this module."""
     path = f"{folder}/{README}" if folder else README
     before = store.get(path) if store.exists(path) else b""
-    if before and _MADE_BY.encode() not in before:
+    if before and MADE_BY.encode() not in before:
         raise ValueError(
             f"{store.uri(path)} was not written by this program; move it away, or give another folder: --out=FOLDER"
         )

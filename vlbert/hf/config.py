@@ -91,13 +91,16 @@ class VLBertConfig(PretrainedConfig):
 
     @property
     def task_settings(self) -> TaskSettings | None:
-        """The task's settings, or None for a model without a head. Raises ValueError if the task is unknown."""
+        """The task's settings, or None for a model without a head. Lengths left at their default follow the model.
+
+        Raises ValueError if the task is unknown, or if another length does not fit the model.
+        """
         if self.task is None:
             return None
         kind = settings_named(self.task)
         if kind is None:
             raise ValueError(f"{_SOURCE}: task is {self.task!r}, which is not a task of this package")
-        return from_json(kind, self.settings or {}, f"{_SOURCE}.settings")
+        return from_json(kind, self.settings or {}, f"{_SOURCE}.settings").fit(self.model_config)
 
     hidden_size = _model_field("hidden_size")  # of the text stream
     num_attention_heads = _model_field("num_heads")

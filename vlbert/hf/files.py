@@ -8,9 +8,10 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from vlbert.checkpoint import CONFIG, find_checkpoint
+from vlbert.checkpoint import CONFIG, MODEL, find_checkpoint
 
-PROCESSOR = "processor_config.json"
+PROCESSOR, README = "processor_config.json", "README.md"
+MADE_BY = "<!-- made by vlbert.hf: a card with this line is replaced, any other is kept -->"
 HUB = {"revision", "cache_dir", "force_download", "local_files_only", "token"}  # options of `snapshot_download`
 
 
@@ -28,7 +29,8 @@ def fetch_folder(name: str | os.PathLike, files: Sequence[str], **hub: Any) -> s
     if unknown := hub.keys() - HUB:
         raise TypeError(f"from_pretrained takes no {', '.join(sorted(unknown))}")
     path = Path(name).expanduser()
-    if (path / CONFIG).is_file() or (path / PROCESSOR).is_file():
+    is_run = path.absolute().parent.name == "runs" and not (path / MODEL).is_file()
+    if not is_run and ((path / CONFIG).is_file() or (path / PROCESSOR).is_file()):
         return str(path)
     if path.is_dir() or (path.name == "best" and path.parent.is_dir()):
         try:

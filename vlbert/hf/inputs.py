@@ -16,6 +16,9 @@ The other inputs are named as in Batch: token_region (same shape as input_ids), 
 cells [B, R, S, S] and averaged_over [B]. By default, no word mentions a region and no region is masked.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,6 +137,11 @@ def _by_text(values: Tensor, batch: Batch, first: Tensor) -> Tensor:
     return torch.cat([values, torch.zeros_like(values[:1])])[batch.image_of[first]]
 
 
+def in_fractions(boxes: Tensor | np.ndarray, side: int) -> bool:
+    """Return whether no box of an image, whose longer side has `side` pixels, reaches beyond its first two pixels."""
+    return side > 4 and math.prod(boxes.shape) > 0 and 0 < float(boxes.max()) < 2
+
+
 def _count_real(mask: Tensor | None, like: Tensor, name: str) -> Tensor:
     """Count the real elements in each row of `mask`. If `mask` is None, all elements of `like` are real.
 
@@ -163,6 +171,9 @@ def _check_images(count: int, given: dict[str, Tensor]) -> None:
         )
     if "boxes" in given and given["boxes"].dtype in (torch.bfloat16, torch.float16):
         raise ValueError(f"boxes are {given['boxes'].dtype}, which rounds pixels; move inputs without a dtype")
+    side = max(pixels.shape[2:]) if pixels is not None else int(given["image_sizes"].max())
+    if "boxes" in given and in_fractions(given["boxes"], side):
+        raise ValueError("boxes are fractions of the image; they must be in pixels of the resized image")
     widths = {given[name].shape[1] for name in ("boxes", "visual_embeds", "visual_attention_mask") if name in given}
     if len(widths) > 1:
         raise ValueError(f"boxes, visual_embeds and visual_attention_mask have {sorted(widths)} regions")

@@ -15,7 +15,7 @@ from storage.runs import as_json
 from vlbert.checkpoint import CONFIG, MODEL, TASK, VOCABULARY, Checkpoint, load_model, read_model
 from vlbert.data.batch import Batch
 from vlbert.hf.config import IGNORED, VLBertConfig
-from vlbert.hf.files import HUB, ModelNotReadable, fetch_folder
+from vlbert.hf.files import HUB, MADE_BY, README, ModelNotReadable, fetch_folder
 from vlbert.hf.inputs import to_batch
 from vlbert.hf.outputs import VLBertOutput
 from vlbert.initial_weights import start_head
@@ -34,6 +34,20 @@ logger = logging.get_logger(__name__)
 _MORE_LABELS = ("region_labels", "sentence_image_labels")
 _OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
 _ONE_FILE = 2**62  # bytes
+_README = f"""---
+library_name: vlbert
+---
+
+{MADE_BY}
+
+A %(kind)s of the package `vlbert`. Without `import vlbert.hf`, transformers and its Auto classes do not know it:
+
+```python
+from vlbert.hf import %(kind)s, VLBertProcessor
+
+model, processor = %(kind)s.from_pretrained("FOLDER"), VLBertProcessor.from_pretrained("FOLDER")
+```
+"""
 _NO_LABEL = -100  # in labels of tokens, regions and choices, as everywhere in transformers
 
 
@@ -109,7 +123,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Write config.json, model.safetensors and, for question answering, task.json with the answers.
+        """Write config.json, model.safetensors, for question answering task.json, and a README.md if there is none.
 
         If the processor is saved to the same folder, `vlbert predict` can read that folder. All weights are written to
         one file, regardless of `max_shard_size`.
@@ -120,18 +134,24 @@ class VLBertPreTrainedModel(PreTrainedModel):
             (folder / TASK).unlink(missing_ok=True)
             if self.saved:
                 (folder / TASK).write_bytes(as_json(self.saved))
+            if not (folder / README).exists():
+                (folder / README).write_text(_README % {"kind": type(self).__name__}, encoding="utf-8")
         super().save_pretrained(folder, *args, **kwargs | {"max_shard_size": _ONE_FILE})
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # ty: ignore[incompatible-method-override] by name only
         cls,
         pretrained_model_name_or_path: str | os.PathLike,
         *,
         config: VLBertConfig | None = None,
         dtype: torch.dtype | str | None = None,
         device_map: str | int | torch.device | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        ignore_mismatched_sizes: bool = False,
+        output_loading_info: bool = False,
+        quantization_config: None = None,
         **kwargs: Any,
-    ) -> Self:
+    ) -> Self | tuple[Self, dict[str, list]]:
         """Load a model in eval mode from a folder, a run (ROOT/runs/RUN: its newest checkpoint) or the Hub.
 
         If the checkpoint was trained for another task, the model gets a new head. Parts of the checkpoint's head that
@@ -142,11 +162,17 @@ class VLBertPreTrainedModel(PreTrainedModel):
             config: Config to use instead of the folder's.
             dtype: "auto" or float32. Use torch.autocast to compute in another type.
             device_map: Device for the whole model; "auto": a GPU if there is one.
+            state_dict: Tensors to use instead of the folder's.
+            ignore_mismatched_sizes: Keep new weights where a tensor has another shape, such as after `num_labels=`.
+            output_loading_info: Also return the names of missing, unexpected and mismatched tensors.
+            quantization_config: Not supported.
             kwargs: `revision`, `cache_dir`, `force_download`, `local_files_only` and `token` of `snapshot_download`.
                 Other keywords are fields of the config, such as `num_labels`.
         """
         if dtype not in (None, "auto", "float32", torch.float32):
             raise ValueError(f"dtype is {dtype}; weights are float32. Use torch.autocast to compute in another type")
+        if quantization_config is not None:
+            raise ValueError("quantization_config is not supported: weights are float32; leave it out")
         hub = {name: kwargs.pop(name) for name in HUB & kwargs.keys()}
         kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED and name[0] != "_"}
         folder = fetch_folder(pretrained_model_name_or_path, (CONFIG, MODEL, VOCABULARY, TASK), **hub)
@@ -154,6 +180,7 @@ class VLBertPreTrainedModel(PreTrainedModel):
             saved = read_model(folder)
         except ValueError as error:
             raise ModelNotReadable(str(error)) from error
+        saved = saved if state_dict is None else replace(saved, model=dict(state_dict))
         same_task = cls.new_settings is not None and saved.config.get("task") == type(cls.new_settings).__name__
         if config is None:
             kwargs = {"name_or_path": folder} | kwargs
@@ -162,16 +189,32 @@ class VLBertPreTrainedModel(PreTrainedModel):
             raise TypeError(
                 f"{cls.__name__}.from_pretrained takes no {', '.join(kwargs)}; the config has no such field"
             )
-        config = config.with_settings(cls._choose_settings(config, saved))
+        settings = cls._choose_settings(config, saved)
+        if (
+            ignore_mismatched_sizes
+            and isinstance(settings, VQASettings)
+            and config.num_labels not in (0, settings.answers)
+        ):
+            settings, saved = replace(settings, answers=config.num_labels), replace(saved, saved={})
+        config = config.with_settings(settings)
         config.name_or_path = str(pretrained_model_name_or_path)
         if same_task and "answers" in saved.saved and not config.num_labels:
             config.id2label = dict(enumerate(saved.saved["answers"]))
             config.label2id = {answer: number for number, answer in config.id2label.items()}
         model = cls(config)
-        model._load_weights(saved, same_task)
+        new, mismatched = model.state_dict(), []
+        if ignore_mismatched_sizes:
+            tensors = {name: tensor for name, tensor in saved.model.items() if name in new}
+            mismatched = [(name, t.shape, new[name].shape) for name, t in tensors.items() if t.shape != new[name].shape]
+            saved = replace(saved, model=saved.model | {name: new[name] for name, *_ in mismatched})
+            if mismatched:
+                logger.warning("%s: new weights for %s", folder, ", ".join(name for name, *_ in mismatched))
+        missing = model._load_weights(saved, same_task)
         if device_map == "auto":
             device_map = "cuda" if torch.cuda.is_available() else "cpu"
-        return model.to(device_map or "cpu").eval()
+        model = model.to(device_map or "cpu").eval()
+        info = {"missing_keys": missing, "unexpected_keys": sorted(saved.model.keys() - new.keys())}
+        return (model, info | {"mismatched_keys": mismatched, "error_msgs": []}) if output_loading_info else model
 
     @classmethod
     def _choose_settings(cls, config: VLBertConfig, saved: Checkpoint) -> TaskSettings | None:
@@ -181,14 +224,15 @@ class VLBertPreTrainedModel(PreTrainedModel):
         recipe = ranking_recipe(saved) if isinstance(cls.new_settings, RetrievalSettings) else None
         return recipe.task if recipe else cls.new_settings
 
-    def _load_weights(self, saved: Checkpoint, same_task: bool) -> None:
+    def _load_weights(self, saved: Checkpoint, same_task: bool) -> list[str]:
+        """Load the weights that fit the model, and return the names of those that stay new."""
         if same_task:
             self.saved = {**saved.saved, **self.saved}  # `id2label` may have renamed the answers
             load_model(self, saved.model, saved.uri)
-            return
+            return []
         load_model(self.vlbert, saved.part("vlbert."), saved.uri)
         if self.task is None:
-            return
+            return []
         loaded = start_head(self.task, self.head, saved, same_task=False)
         self.task.on_start(self.vlbert, self.head, saved.config.get("task"))
         if self.task.zero_shot_head not in loaded.split(", "):
@@ -196,6 +240,9 @@ class VLBertPreTrainedModel(PreTrainedModel):
                 "%s has no head of %s; parts from its own head: %s; the rest has random weights: train the model",
                 *(saved.uri, type(self).__name__, loaded),
             )
+        pretrained = self.task.pretrained_parts(self.head).items()
+        parts = tuple(f"{part}." for part, source in pretrained if source in loaded.split(", "))
+        return [f"head.{name}" for name in self.head.state_dict() if not name.startswith(parts or "-")]
 
 
 class VLBertModel(VLBertPreTrainedModel):
@@ -211,7 +258,7 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
     Labels of `forward`:
         labels: int64 [N, T], the original token at masked words, -100 elsewhere.
         region_labels: float [N, R, 1 + classes], the detector's class probabilities at masked regions, background
-            first; zeros elsewhere.
+            first; zeros elsewhere. Or int64 [N, R], their classes, -100 elsewhere.
         sentence_image_labels: int64 [N], 0 if text and image belong together, otherwise 1.
     """
 
@@ -229,6 +276,8 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
         if batch.boxes.shape[1]:
             if region_labels is None:
                 region_labels = torch.zeros(*batch.region_mask.shape, 1 + self.config.num_classes, device=self.device)
+            elif region_labels.ndim == 2:
+                region_labels = _one_hot(region_labels, 1 + self.config.num_classes, "region_labels")
             labelled = region_labels.sum(dim=2) > 0
             batch = _set_labels(batch, "region_label_mask", labelled, region_classes=region_labels[labelled])
         if self.head.relationship is None:
@@ -253,7 +302,8 @@ class VLBertForPreTraining(VLBertPreTrainedModel):
 class VLBertForQuestionAnswering(VLBertPreTrainedModel):
     """A model that answers a question by choosing from the answers in `config.id2label` (VQA).
 
-    `labels` are soft scores of the answers, float [N, answers]. To set the number of answers of a new head, give
+    `labels` are soft scores of the answers, float [N, answers], or numbers of the right answers, int64 [N], -100 for
+    unlabelled questions. To set the number of answers of a new head, give
     `num_labels` or `id2label` to `from_pretrained`.
     """
 
@@ -280,8 +330,13 @@ class VLBertForQuestionAnswering(VLBertPreTrainedModel):
         positions = torch.arange(batch.tokens.shape[1], device=self.device)
         # The position of [MASK], which precedes the last [SEP], or of [CLS].
         position = length - 2 if self.task.settings.reads == "mask" else torch.zeros_like(length)
-        values = {} if labels is None else {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
-        return _set_labels(batch, "answer", positions == position, **values)
+        mask, values = positions == position, {}
+        if labels is not None and labels.ndim == 1:
+            known, labels = labels != _NO_LABEL, _one_hot(labels, self.task.settings.answers, "labels")
+            mask, labels = mask & known[:, None], labels[known]
+        if labels is not None:
+            values = {"scores": labels.float(), "class": labels[labels.any(dim=1)].argmax(dim=1)}
+        return _set_labels(batch, "answer", mask, **values)
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(logits=self.task.logits(self.head, encoded, batch))
@@ -329,7 +384,7 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
     """A model that finds the region to which an expression refers (RefCOCO+).
 
     `labels` (float [N, R], 0 to 1) say how well each region fits the expression. Usually, a region gets 1 if its IoU
-    with the true box exceeds 0.5, otherwise 0.
+    with the true box exceeds 0.5, otherwise 0. Or they are the numbers of the right regions, int64 [N].
     """
 
     new_settings = RefCOCOSettings()
@@ -337,6 +392,8 @@ class VLBertForReferringExpression(VLBertPreTrainedModel):
     def _add_labels(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         candidate = batch.region_mask.clone()
         candidate[:, :1] &= self.task.settings.whole_image_competes
+        if labels is not None and labels.ndim == 1:
+            labels = _one_hot(labels, candidate.shape[1], "labels")
         values = {} if labels is None else {"target": labels[candidate].float()}
         return _set_labels(batch, "candidate", candidate, **values)
 
@@ -358,11 +415,21 @@ class VLBertForImageTextRetrieval(VLBertPreTrainedModel):
     def _add_labels(self, batch: Batch, labels: Tensor | None = None) -> Batch:
         if labels is None:
             return batch
+        if labels.ndim != 2 or labels.shape[1] != 2:
+            raise ValueError(f"labels is {list(labels.shape)}; it must be [pairs, 2]: the pair's number, and its role")
         anchor, role = labels.unbind(dim=1)
         return replace(batch, labels={"anchor": anchor, "role": role, "right": role[role == 0]})
 
     def _make_outputs(self, encoded: Encoded, batch: Batch) -> VLBertOutput:
         return VLBertOutput(logits=self.head(encoded))
+
+
+def _one_hot(labels: Tensor, count: int, name: str) -> Tensor:
+    """Return class numbers, integers [...], as float [..., count]; zeros for -100. Raises ValueError for others."""
+    known = labels != _NO_LABEL
+    if labels.is_floating_point() or (known & ((labels < 0) | (labels >= count))).any():
+        raise ValueError(f"{name} of shape {list(labels.shape)} must be class numbers from 0 to {count - 1}, or -100")
+    return torch.nn.functional.one_hot(labels.clamp(min=0), count).float() * known[..., None]
 
 
 def _set_labels(batch: Batch, name: str, mask: Tensor, **labels: Tensor) -> Batch:

@@ -4,7 +4,7 @@ import functools
 import io
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,18 +20,18 @@ from storage.safe_json import parse_json
 from storage.sample import Regions, Sample, sample_key
 from vlbert.checkpoint import CONFIG, DETECTOR, VOCABULARY
 from vlbert.data.batch import Example, collate
-from vlbert.data.image_file import read_image
+from vlbert.data.image_file import AnyImage, from_array, read_image
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import IGNORED, VLBertConfig
-from vlbert.hf.files import PROCESSOR, fetch_folder
-from vlbert.hf.inputs import from_batch
+from vlbert.hf.files import HUB, PROCESSOR, fetch_folder
+from vlbert.hf.inputs import from_batch, in_fractions
 from vlbert.predict.predictor import detect_regions, load_detector
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task, user_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings
 
-OneImage = str | Path | bytes | Image.Image | Sample
+OneImage = AnyImage | Sample
 _ANY_TEXT = PretrainingSettings(max_elements=None)  # inputs of a model without a task: [CLS] text [SEP], all regions
 
 
@@ -58,6 +58,7 @@ class VLBertProcessor(ProcessorMixin):
     ):
         super().__init__(tokenizer)
         self.config = config
+        tokenizer.model_max_length = config.model_config.max_tokens
         self.detector_file = None if detector is None else Path(detector)
         ids = tokenizer.get_vocab()
         self.vocabulary = Vocabulary(sorted(ids, key=ids.__getitem__), source="the tokenizer")
@@ -69,7 +70,8 @@ class VLBertProcessor(ProcessorMixin):
     @functools.cached_property
     def task(self) -> Task:
         """The config's task, which determines the form of the inputs. It is pre-training if the config has no task."""
-        return make_task(self.config.task_settings or _ANY_TEXT, self.vocabulary, self.config.num_classes)
+        settings = self.config.task_settings or _ANY_TEXT.fit(self.config.model_config)
+        return make_task(settings, self.vocabulary, self.config.num_classes)
 
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
@@ -86,15 +88,19 @@ class VLBertProcessor(ProcessorMixin):
         choices: Sequence | None = None,
         answer: str | Sequence[str] = "",
         mask_regions: Sequence = (),
+        normalized: bool = False,
         return_tensors: str | None = "pt",
-        padding: bool = True,
+        padding: bool | str = True,
+        truncation: bool = False,
+        max_length: int | None = None,
     ) -> BatchFeature:
         """Return padded model inputs for texts and their images, named as in vlbert/hf/inputs.py.
 
         Raises ValueError if an image cannot be read, or if an argument is given that the task does not take.
 
         Args:
-            images: File paths, bytes, Pillow images or `Predictor.detect`'s samples; None if there are only features.
+            images: File paths, bytes, Pillow images, arrays, tensors (read_image) or `Predictor.detect`'s samples; None
+                if there are only features.
             text: One text or a list. With a list, each of the other arguments is a list with one entry per text.
             boxes: Boxes of each image, float [n, 4], x1 y1 x2 y2 in pixels of the given image. By default, the
                 detector finds them.
@@ -103,9 +109,16 @@ class VLBertProcessor(ProcessorMixin):
             image_sizes: (height, width) of each image, if there are features and no images.
             choices: VCR: the four choices. If they are rationales, `answer` is the answer that they explain.
             mask_regions: Pre-training: the regions to mask, counted from 1.
+            padding: True or "longest": to the longest text; "max_length": to `max_length`.
+            truncation: Cut the end of a text that is too long. By default, it is an error.
+            max_length: Maximum tokens of a text with its special tokens; by default, what the model reads.
+            normalized: Boxes are fractions of the image's width and height instead of pixels.
         """
-        if return_tensors not in ("pt", None) or padding not in (True, "longest"):
+        if return_tensors not in ("pt", None) or padding not in (True, "longest", "max_length"):
             raise ValueError("the processor makes padded torch tensors: return_tensors='pt' and padding=True")
+        most = self.tokenizer.model_max_length
+        if max_length is not None and not 1 <= max_length <= most:
+            raise ValueError(f"max_length is {max_length}; the model reads 1 to {most} tokens")
         if text is None or text in ([], ()):
             raise ValueError("text is missing; a model reads a text with each image")
         given: dict[str, Any] = {"images": images, "boxes": boxes}
@@ -119,12 +132,30 @@ class VLBertProcessor(ProcessorMixin):
         if wrong := [f"{len(values)} {name}" for name, values in given.items() if len(values) != len(text)]:
             raise ValueError(f"there are {len(text)} texts and {', '.join(wrong)}; each text needs one")
         arguments = [{name: values[i] for name, values in given.items()} for i in range(len(text))]
-        examples = [self._make_example(entry, **of_text) for entry, of_text in zip(text, arguments, strict=True)]
-        return BatchFeature(from_batch(collate(examples)))
+        pairs = zip(text, arguments, strict=True)
+        cut = functools.partial(self._cut, truncation=truncation, most=max_length or most)
+        examples = [self._make_example(entry, cut, normalized=normalized, **of_text) for entry, of_text in pairs]
+        width = (max_length or most) if padding == "max_length" else 0
+        return BatchFeature(from_batch(collate(examples, least=(width, 0))))
 
-    def _make_example(
+    def _cut(self, text: str, regions: int, truncation: bool, most: int) -> str:
+        """Return `text`, cut if its row would have more than `most` tokens or the task reads less of it.
+
+        Raises ValueError if a text must be cut, but `truncation` is False.
+        """
+        tokens, lengths = self.vocabulary.tokenizer.encode(text, add_special_tokens=False), self.task.settings.lengths()
+        specials = max([2, *(others - 2 for others in lengths.values())])
+        limit = max(1, min(most - specials, self.task.text_limit(len(tokens), regions)))
+        if len(tokens) <= limit:
+            return text
+        if not truncation:
+            raise ValueError(f"the text has {len(tokens)} tokens, but {limit} fit; shorten it, or set truncation=True")
+        return text[: tokens.offsets[limit - 1][1]]
+
+    def _make_example(  # noqa: PLR0913  one text's part of the arguments of __call__
         self,
         text: str,
+        cut: Callable[[str, int], str],
         images: OneImage | None = None,
         boxes: Any = None,
         visual_embeds: Any = None,
@@ -132,19 +163,21 @@ class VLBertProcessor(ProcessorMixin):
         choices: Sequence[str] = (),
         answer: str = "",
         mask_regions: Sequence[int] = (),
+        normalized: bool = False,
     ) -> Example:
         if images is None and visual_embeds is None:
             raise ValueError("images are missing; use `processor.tokenizer` for text-only inputs")
+        sample = self._make_sample(images, boxes, visual_embeds, image_sizes, normalized)
+        text = cut(text, len(sample.require_regions()))
         if isinstance(self.task, Pretraining) and not (choices or answer):  # annotation_for needs something to predict
             annotation = MaskedInput(text, tuple(sorted({*mask_regions})))
         else:
             annotation = user_annotation(self.task, text, choices=choices, answer=answer, mask_regions=mask_regions)
-        sample = self._make_sample(images, boxes, visual_embeds, image_sizes)
         prepared = prepare_image(sample, self.config.model_config.regions, flip=False)
         return self.task.example(sample, prepared, annotation, np.random.default_rng(0))
 
     def _make_sample(
-        self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None
+        self, image: OneImage | None, boxes: Any, visual_embeds: Any, size: tuple[int, int] | None, normalized: bool
     ) -> Sample:
         """Make a sample with the given or detected regions. `size` (height, width) is needed if `image` is None."""
         if visual_embeds is not None and self.config.model_config.regions.features != "precomputed":
@@ -155,17 +188,22 @@ class VLBertProcessor(ProcessorMixin):
             if size is None:
                 raise ValueError("visual_embeds need images, or image_sizes: (height, width) of each")
             height, width = size
-            sample, scale = Sample(sample_key("", ""), b"", "", "", int(width), int(height), ""), 1.0
+            sample = Sample(sample_key("", ""), b"", "", "", int(width), int(height), "")
         elif isinstance(image, Sample):
-            sample, scale = image, 1.0
+            sample = image
         else:
+            if not isinstance(image, AnyImage):
+                kind = type(image).__name__
+                raise ValueError(f"an image is a {kind}; give file paths, bytes, Pillow images, arrays or tensors")
             if not isinstance(image, str | Path | bytes | Image.Image):
-                raise ValueError(f"an image is a {type(image).__name__}; give file paths, bytes or Pillow images")
+                image = from_array(image)
             sample = read_image(image)
-            scale = np.array([sample.width, sample.height] * 2) / (_upright_size(image) * 2) if boxes is not None else 1
         if boxes is None:
             return sample if sample.regions is not None else detect_regions(sample, self.detector)
-        boxes = _check_boxes(np.asarray(boxes, np.float64)) * scale
+        stored = sample.width, sample.height
+        given = stored if image is None or isinstance(image, Sample) else _upright_size(image)
+        size = (1, 1) if normalized else given
+        boxes = _check_boxes(np.asarray(boxes, np.float64), size) * np.array(stored * 2) / (size * 2)
         features = None if visual_embeds is None else np.asarray(visual_embeds, np.float16)
         return _add_boxes(sample, boxes.astype(np.float32), features, self.config.num_classes)
 
@@ -204,21 +242,44 @@ class VLBertProcessor(ProcessorMixin):
         config = VLBertConfig.from_dict(values.get("config", values), name_or_path=str(folder))
         if detector is None and (folder / DETECTOR).is_file():
             detector = folder / DETECTOR
-        return cls(_make_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
+        return cls(make_tokenizer(Vocabulary.read(folder / VOCABULARY)), config, detector)
 
 
-def _check_boxes(boxes: np.ndarray) -> np.ndarray:
-    """Return the boxes as [n, 4]. Raises ValueError if their shape or a coordinate is invalid."""
+def _check_boxes(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Return the boxes as [n, 4]. Raises ValueError if their shape or a coordinate is invalid.
+
+    `size` is the (width, height) of the image, or (1, 1) if the boxes are fractions of it.
+    """
     boxes = boxes.reshape(0, 4) if not boxes.size else boxes
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f"the boxes of an image are {list(boxes.shape)}; they must be [n, 4]: x1 y1 x2 y2")
     wrong = ~(np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] >= boxes[:, :2]).all(axis=1))
     if wrong.any():
         raise ValueError(f"box {wrong.argmax()} is {boxes[wrong.argmax()].tolist()}; x1 <= x2 and y1 <= y2 must hold")
+    if in_fractions(boxes, max(size)):
+        raise ValueError("the boxes are fractions of the image; give pixels, or set normalized=True")
+    if size == (1, 1) and boxes.size and boxes.max() >= 2:
+        raise ValueError(f"normalized is True, but the boxes reach {boxes.max():g}; give fractions of the image")
     return boxes
 
 
-def _make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+class VLBertTokenizer(PreTrainedTokenizerFast):
+    """The tokenizer of a folder, a run or a Hub model, for AutoTokenizer. Its limit is what the model reads."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *inputs: Any, **kwargs: Any
+    ) -> PreTrainedTokenizerFast:
+        """Load the tokenizer. Of `kwargs`, only those of `fetch_folder` are read."""
+        hub = {name: kwargs[name] for name in HUB & kwargs.keys()}
+        folder = fetch_folder(pretrained_model_name_or_path, (CONFIG, VOCABULARY), **hub)
+        tokenizer = make_tokenizer(Vocabulary.read(Path(folder, VOCABULARY)))
+        values, _ = VLBertConfig.get_config_dict(folder)
+        tokenizer.model_max_length = VLBertConfig.from_dict(values).model_config.max_tokens
+        return tokenizer
+
+
+def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """Wrap a vocabulary's tokenizer as a transformers tokenizer."""
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True))
     return PreTrainedTokenizerFast(

@@ -1,7 +1,6 @@
 """Initialise VL-BERT from a Hugging Face BERT (paper 4.1), given as a folder or a Hub name."""
 
 import pickle
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +41,8 @@ def bert_vocabulary(name: str) -> Vocabulary:
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the Hub: {error}") from error
     if not ids.keys() - set(SPECIALS):  # transformers returns only these if there is no vocab.txt
         raise ValueError(f"{name} has no vocabulary; put the vocab.txt that it was trained with into its folder")
-    capitals = any(re.search("[A-Z]", token) for token in ids if not token.startswith("["))
-    if capitals or not getattr(tokenizer, "do_lower_case", True):
-        raise ValueError(f"{name} is a cased BERT, but captions are lower-cased here; use an uncased one")
+    if not getattr(tokenizer, "do_lower_case", True):
+        raise ValueError(f"{name} is a cased BERT; captions are lower-cased, so use an uncased one")
     return Vocabulary(sorted(ids, key=ids.__getitem__), source=name)
 
 

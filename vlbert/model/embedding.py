@@ -25,8 +25,6 @@ class VisualLinguisticEmbedding(nn.Module):
     Shape letters are those of vlbert/data/batch.py. L is the width of a visual feature embedding.
     """
 
-    positions_behind_text = 2  # one for the regions, one for [END]
-
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
         self.config = config
@@ -174,8 +172,6 @@ class SeparateEmbedding(nn.Module):
     A token's vector is the sum of its word, position and segment embeddings. A region's vector is the sum of two linear
     projections: of its appearance feature and of its location (five numbers). Each sum has its own LayerNorm.
     """
-
-    positions_behind_text = 0  # regions have no position
 
     whole_image_location: Tensor
 

@@ -65,12 +65,11 @@ class VLBert(nn.Module):
             appearance: result of the method `appearance` for the same images, if it has already been computed.
             hidden_states: also return text and regions before the first layer and after each layer.
         """
-        needed = batch.tokens.shape[1] + self.embedding.positions_behind_text
-        if needed > self.config.max_positions:
-            row = batch.sizes.tokens.index(max(batch.sizes.tokens))
+        if batch.tokens.shape[1] > self.config.max_tokens:
+            row = batch.sizes.tokens.index(longest := max(batch.sizes.tokens))
             raise ValueError(
-                f"row {row} of the batch with sample {batch.keys[0]}: {batch.tokens.shape[1]} tokens and their image "
-                f"need {needed} positions, but the model has max_positions = {self.config.max_positions}"
+                f"sample {batch.keys[batch.sizes.examples[row]]} has a text of {longest} tokens, but the model reads "
+                f"at most {self.config.max_tokens}; shorten the text"
             )
         appearance = self.appearance(batch) if appearance is None else appearance
         maps: list[AttentionMap] | None = [] if attentions else None

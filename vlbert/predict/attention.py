@@ -56,7 +56,7 @@ def make_maps(prediction: Prediction) -> list[Map]:
             weights = weights[:, : len(words), len(words) : len(words) + len(regions)]
         elif (attention.queries, attention.keys) != ("text", "regions"):
             continue
-        maps.append(Map(attention.layer, weights[:, words][:, :, regions].numpy()))
+        maps.append(Map(attention.layer, weights[:, words][:, :, regions].cpu().numpy()))
     return maps
 
 

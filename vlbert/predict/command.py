@@ -12,7 +12,7 @@
 
 CHECKPOINT is ROOT/runs/RUN (its newest checkpoint), ROOT/runs/RUN/best or /step-*, or any folder with a model and its
 task's head. Only checkpoints for retrieval, or for pre-training with the relationship head, can rank. A drawing of
-the prediction is saved next to the image. See docs/library.md.
+the prediction is saved in the working directory. See docs/library.md.
 """
 
 import sys
@@ -52,7 +52,7 @@ class Options:
     port: int = 8000  # port of --serve; 0: a free one
     detector: Path | None = None  # weight file of the detector
     recipe: str | None = None  # MODULE:FUNCTION, the recipe of your own task
-    out: Path | None = None  # image file to write; None: next to IMAGE
+    out: Path | None = None  # image file to write, or a folder for it; None: the working directory
     attention: bool = False  # also draw which regions each token attends to
 
     @property
@@ -102,7 +102,8 @@ def output_file(options: Options) -> Path:
     """Return the path of the drawing to write. Raises ValueError if it is the path of the input image."""
     kind = "answer" if options.text is not None or options.mask_regions else "regions"
     image = Path(options.inputs[0])
-    out = options.out or image.with_name(f"{image.stem}-{kind}.png")
+    out = options.out or Path()
+    out = out / f"{image.stem}-{kind}.png" if out.is_dir() else out
     if out.resolve() == image.resolve():
         raise ValueError(f"--out {out} is the image itself; name another file")
     return out

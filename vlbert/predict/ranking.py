@@ -13,6 +13,7 @@ from storage.sample import Sample
 from storage.settings import from_json
 from vlbert.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from vlbert.config import Recipe
+from vlbert.data.batch import collate
 from vlbert.predict.predictor import Predictor
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.retrieval import OTHER_TOKENS, HeldOutImage, Retrieval, RetrievalSettings
@@ -31,10 +32,14 @@ class Ranker(Predictor):
     """
 
     def __init__(
-        self, checkpoint: str, detector: str | Path | None = None, changes: Mapping[str, Any] = MappingProxyType({})
+        self,
+        checkpoint: str,
+        detector: str | Path | None = None,
+        changes: Mapping[str, Any] = MappingProxyType({}),
+        device: str | torch.device = "cpu",
     ):
         recipe = ranking_recipe(open_checkpoint(str(checkpoint), tensors=False))
-        super().__init__(checkpoint, detector, changes, recipe)
+        super().__init__(checkpoint, detector, changes, recipe, device)
         if not isinstance(self.task, Retrieval):
             raise ValueError(
                 f"the checkpoint is one of {type(self.recipe.task).__name__}; to rank images or captions, give one of "
@@ -77,7 +82,7 @@ class Ranker(Predictor):
     def _predict_fit(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:
         """Return the probability that each text fits the image, float64 [texts]."""
         with torch.inference_mode():
-            (row,) = self.model.predict(self.make_batch(sample, annotation))
+            (row,) = self.model.predict(collate([self.make_example(sample, annotation)]).to(self.device))
         return 1 / (1 + np.exp(-np.frombuffer(row["scores"], np.float32).astype(np.float64)))
 
 

@@ -109,7 +109,7 @@ def finetune_refcoco(model: Model, features: Features, name: str) -> Recipe:
 
 def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
     """Configure fine-tuning on VQA-like questions. Give the number of answers in the data: --task.answers N."""
-    task = VQASettings(question_length=122)
+    task = VQASettings()
     if model != "vlbert":  # VL-BERT reads [MASK], and answers start from words; the others read the pair
         task = replace(task, reads="pair", classifier="gelu_norm", answers_from_words=False)
     return _finetune(demo_model(model, features), task, name, steps=60)

@@ -3,7 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,17 +74,12 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
     tokens = len(vocabulary.encode(text))
     if not tokens:
         return "it has no words"
+    return length_reason(tokens, field, limit)
+
+
+def length_reason(tokens: int, field: str, limit: int) -> str:
+    """Return that a text of so many tokens is too long, or "" if it is not."""
     return f"it has {tokens} tokens, more than task.{field} = {limit}" if tokens > limit else ""
-
-
-def check_room(settings: "TaskSettings", field: str, config: ModelConfig, others: int) -> None:
-    """Raise ValueError if the model has too few positions for the longest text and `others` further elements.
-
-    `field` is the name of the setting that limits the number of tokens in a text.
-    """
-    most, tokens = config.max_positions - others, getattr(settings, field)
-    if tokens > most:
-        raise ValueError(f"task.{field} is {tokens}, the model has positions for {most}; set it to {most} or less")
 
 
 class TaskSettings:
@@ -102,6 +97,28 @@ class TaskSettings:
     def files(self) -> tuple[str, ...]:
         """Names of the files and folders that must be in `folder`."""
         return ()
+
+    def lengths(self, text_rows: bool = False) -> dict[str, int]:
+        """Return the settings that limit a text's tokens, each with the number of the row's other positions.
+
+        With `text_rows`, the settings of text-only rows are included.
+        """
+        return {}
+
+    def fit(self, model: ModelConfig, text_rows: bool = False) -> Self:
+        """Return a copy whose lengths fit into the model's positions. Lengths left at their default follow the model.
+
+        Raises ValueError if another length does not fit.
+        """
+        fitting, defaults = {}, {field.name: field.default for field in fields(self)}  # ty: ignore[invalid-argument-type]
+        for field, others in self.lengths(text_rows).items():
+            most, tokens = model.max_positions - others, getattr(self, field)
+            if tokens > most and tokens != defaults[field]:
+                raise ValueError(
+                    f"task.{field} is {tokens}, the model has positions for {most}; set it to {most} or less"
+                )
+            fitting |= {field: most} if tokens > most else {}
+        return replace(self, **fitting)  # ty: ignore[invalid-argument-type]
 
     def splits(self, split: str | None) -> tuple[str, ...]:
         """Return the splits to read: only `split`, or the training splits if it is None."""
@@ -286,6 +303,10 @@ class Task(ABC):
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
         """Return the files to submit to a leaderboard, by name. Raises ValueError if predictions are missing."""
         return {}
+
+    def text_limit(self, tokens: int, regions: int) -> int:
+        """Return how many of a text's `tokens` tokens a row can have next to `regions` regions."""
+        return min([tokens, *(getattr(self.settings, name) for name in self.settings.lengths())])
 
     def annotation_for(self, text: str) -> Any:
         """Return the annotation for a user's question, to pass to `example`. Raises ValueError if it is not valid.

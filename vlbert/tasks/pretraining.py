@@ -26,12 +26,13 @@ from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_w
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.heads import HeadTransform, Pooler, initialise
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Task, TaskSettings, accuracy
+from vlbert.tasks.base import Task, TaskSettings, accuracy, length_reason
 
 OVERLAPPING = 0.4  # 12-in-1's code excludes regions from the mean if their IoU with a labelled region is larger
 ROW_EPSILON = 1e-4  # the published code adds it to counts in means over rows
 RELATED = 0  # class of the relationship head for a caption and its own image, as in BERT's and ViLBERT's checkpoints
 MAX_GUESSES = 5  # guesses for each masked token and region in a prediction
+OTHER_TOKENS = 4  # positions besides the caption: [CLS], [SEP], the regions and [END]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PretrainingSettings(TaskSettings):
     regions: RegionMasking = RegionMasking()  # masking of regions
     max_elements: int | None = 64  # maximum tokens plus regions per row; the longer of the two is cut at its end
     max_regions: int | None = None  # maximum regions per row (the sample's first ones); none: all
-    caption_length: int = 508  # maximum tokens per caption; four of BERT's 512 positions are used otherwise
+    caption_length: int = 512 - OTHER_TOKENS  # maximum tokens per caption, limited by BERT's 512 positions
     text_length: int = 64  # tokens of a text-only row
     text_specials: bool = False  # make a text-only row [CLS] text [SEP] instead of bare words
     # label of a masked region: the detector's distribution over classes, or its best class
@@ -59,6 +60,18 @@ class PretrainingSettings(TaskSettings):
     # layers before the classifier of regions; transform: linear and GELU; transform_norm: also LayerNorm, as for words
     region_head: Literal["transform", "transform_norm", "linear"] = "transform"
     monitored_words: tuple[str, ...] = ()  # words with a separate accuracy, such as words that only the image reveals
+
+    @property
+    def longest_caption(self) -> tuple[str, int]:
+        """The setting that limits a caption next to the whole image alone, and the maximum number of its tokens."""
+        if self.max_elements is not None and self.max_elements - 3 < self.caption_length:
+            return "max_elements - 3", self.max_elements - 3
+        return "caption_length", self.caption_length
+
+    def lengths(self, text_rows: bool = False) -> dict[str, int]:
+        by_elements = self.longest_caption[0] != "caption_length"
+        row = {"max_elements": OTHER_TOKENS - 3} if by_elements else {"caption_length": OTHER_TOKENS}
+        return row | ({"text_length": OTHER_TOKENS - 2} if text_rows else {})
 
     def __post_init__(self):
         check(self, (self.max_elements or 3) >= 3, "max_elements", "at least 3: [CLS], [SEP] and the whole image")
@@ -176,6 +189,7 @@ class Pretraining(Task):
         )
         from_user = annotation is not None
         metadata = {"from_user": from_user, "scale": image.scale, "url": sample.url, "mismatched": mismatched}
+        metadata["cut"] = length_reason(len(text), *self.settings.longest_caption)
         return Example(sample.key, text_input, image_input, metadata)
 
     def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
@@ -221,6 +235,10 @@ class Pretraining(Task):
             else:
                 text -= 1
         return tokens[: text - 2], boxes - 1
+
+    def text_limit(self, tokens: int, regions: int) -> int:
+        most = regions if self.settings.max_regions is None else min(regions, self.settings.max_regions)
+        return len(self._truncate(np.zeros(tokens), most)[0])
 
     def head(self, config: ModelConfig) -> nn.Module:
         return PretrainingHead(config, self.settings, len(self.vocabulary), self.num_classes)

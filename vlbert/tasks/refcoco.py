@@ -1,4 +1,4 @@
-"""RefCOCO+: find the region that an expression refers to (paper 4.2; UNC split).
+"""RefCOCO, RefCOCO+ and RefCOCOg: find the region that an expression refers to (paper 4.2: RefCOCO+, UNC split).
 
     torchrun -m vlbert.train finetune_refcoco --data.root ROOT --task.folder refcoco+ --init_from ROOT/runs/...
 
@@ -9,6 +9,7 @@ ground-truth regions; 71.60, 77.72 and 60.99 % with MAttNet's detections.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -29,11 +30,14 @@ from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
 MAX_RANKED = 5  # regions in a prediction's ranking
+OTHER_TOKENS = 4  # positions besides the expression: [CLS], [SEP], the regions and [END]
 
 
 @dataclass(frozen=True)
 class RefCOCOSettings(TaskSettings):
-    folder: str = ""  # folder with refs(unc).p and instances.json, as the data set ships them
+    folder: str = ""  # folder with the refs and instances.json, as the data set ships them
+    # file of expressions in folder; none: the first there is of refs(unc).p, refs(umd).p and refs(google).p
+    refs: str | None = None
     train_on: tuple[str, ...] = ("train",)  # splits to train on
     validate_on: str = "val"  # split to validate on
     regions: Literal["ground_truth", "detected"] = "ground_truth"  # candidates: all annotated objects, or detections
@@ -51,7 +55,11 @@ class RefCOCOSettings(TaskSettings):
 
     @property
     def files(self) -> tuple[str, ...]:
-        return (*refcoco.FILES, self.detections) if self.detections else refcoco.FILES
+        files = self.refs or refcoco.find_refs(Path(self.folder)), refcoco.INSTANCES
+        return (*files, self.detections) if self.detections else files
+
+    def lengths(self, text_rows: bool = False) -> dict[str, int]:
+        return {"expression_length": OTHER_TOKENS}
 
     def __post_init__(self):
         if self.regions == "ground_truth" and (self.detections or self.adds_ground_truth):
@@ -72,7 +80,7 @@ class Query:
 
 
 class RefCOCO(Task):
-    paper = "table 3, ground-truth regions: " + "; ".join(
+    paper = "RefCOCO+, table 3, ground-truth regions: " + "; ".join(
         f"{split} {found}" for split, found in refcoco.REPORTED["ground_truth"].items()
     )
 
@@ -82,18 +90,18 @@ class RefCOCO(Task):
 
     @functools.cached_property
     def expressions(self) -> Expressions:
-        return refcoco.read_expressions(self.folder)
+        return refcoco.read_expressions(self.folder, self.settings.refs)
 
     @functools.cached_property
     def detections(self) -> dict[str, np.ndarray] | None:
         file = self.settings.detections
-        return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
+        return refcoco.read_detections(self.folder / file, self.folder / refcoco.INSTANCES) if file else None
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """Return one example per expression of a split. Evaluation counts invalid expressions as wrong."""
-        rows = []
+        rows, source = [], self.folder / self.settings.files[0]
         for name in self.settings.splits(split):
-            for image, expression in refcoco.list_expressions(self.expressions, name, self.folder):
+            for image, expression in refcoco.list_expressions(self.expressions, name, source):
                 query = self._query(image, expression, name, split is not None)
                 rows.append((query, f"sentence {expression.sentence_id} of {name}", image, query.invalid_reason))
         return make_examples(self.settings, samples, split, rows)
@@ -219,4 +227,5 @@ class RefCOCO(Task):
 
     def reported(self, split: str) -> dict[str, str]:
         text = refcoco.REPORTED[self.settings.regions].get(split)
-        return {f"accuracy_{self.settings.iou}": text} if text else {}
+        unc = self.settings.files[0] == refcoco.REFS[0]  # of RefCOCO or RefCOCO+
+        return {f"accuracy_{self.settings.iou}": f"RefCOCO+ {text}"} if text and unc else {}

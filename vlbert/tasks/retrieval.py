@@ -25,7 +25,7 @@ from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import retrieval
 from vlbert.model.heads import Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 from vlbert.tasks.pretraining import RELATED
 
 MAX_RANKED = 5  # captions in a prediction's ranking
@@ -53,6 +53,9 @@ class RetrievalSettings(TaskSettings):
     @property
     def files(self) -> tuple[str, ...]:
         return (self.file,)
+
+    def lengths(self, text_rows: bool = False) -> dict[str, int]:
+        return {"caption_length": OTHER_TOKENS}
 
     def __post_init__(self):
         for name in ("captions", "caption_length", "wrong_captions", "wrong_images", "rows_at_once", "fold"):
@@ -154,7 +157,8 @@ class Retrieval(Task):
             return Example(sample.key, text, regions, {"ranked": annotation})
         text = swap_sides(annotation.text) if image.flipped else annotation.text
         pair = _with_role(TextInput.of_one_sentence(self.tokens(text)), 0, 0)
-        return Example(sample.key, pair, regions, {"image": annotation.image, "caption": text})
+        cut = invalid_reason(text, "caption_length", self.settings.caption_length, self.vocabulary)
+        return Example(sample.key, pair, regions, {"image": annotation.image, "caption": text, "cut": cut})
 
     @property
     def lookahead(self) -> int:
@@ -194,7 +198,7 @@ class Retrieval(Task):
     # --- model --------------------------------------------------------------------------------------------------------
 
     def head(self, config: ModelConfig) -> nn.Module:
-        check_room(self.settings, "caption_length", config, OTHER_TOKENS)
+        self.settings.fit(config)
         return PairScore(config)
 
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:

@@ -26,7 +26,7 @@ from vlbert.datasets import vcr
 from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
 from vlbert.model.heads import Classifier, ClassifierKind, HeadTransform, Pooler, initialise_head
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, make_examples
 from vlbert.tasks.vcr_text import (
     PEOPLE,
     Question,
@@ -72,6 +72,9 @@ class VCRSettings(TaskSettings):
     @property
     def files(self) -> tuple[str, ...]:
         return (*(f"{split}.jsonl" for split in (*self.train_on, self.validate_on)), "vcr1images")
+
+    def lengths(self, text_rows: bool = False) -> dict[str, int]:
+        return {"max_tokens": OTHER_TOKENS}
 
     def __post_init__(self):
         for name, least in (("mask_size", 1), ("classifier_width", 1), ("max_tokens", 2)):
@@ -181,7 +184,7 @@ class VCR(Task):
         cells = regions.roi_size if regions.resnet.res5_dilated else (regions.roi_size + 1) // 2
         if self.settings.instance_masks and side != cells:
             raise ValueError(f"task.mask_size is {side}, but res5 has {cells} x {cells} cells; set it to {cells}")
-        check_room(self.settings, "max_tokens", config, OTHER_TOKENS)
+        self.settings.fit(config)
         return VCRHead(config, self.settings)
 
     def pretrained_parts(self, head: nn.Module) -> dict[str, str]:

@@ -27,7 +27,7 @@ from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
 from vlbert.model.heads import Classifier, ClassifierKind, PairClassifier
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, check_room, invalid_reason, make_examples
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
 MAX_RANKED = 5  # answers in a prediction's ranking
 OTHER_TOKENS = 6  # positions besides the question: [CLS], two [SEP], [MASK], the regions and [END]
@@ -52,6 +52,9 @@ class VQASettings(TaskSettings):
     @property
     def files(self) -> tuple[str, ...]:
         return self.answer_list, *(file for s in (*self.train_on, self.validate_on) for file in vqa.question_files(s))
+
+    def lengths(self, text_rows: bool = False) -> dict[str, int]:
+        return {"question_length": OTHER_TOKENS}
 
     def __post_init__(self):
         for name in ("answers", "question_length"):
@@ -142,7 +145,7 @@ class VQA(Task):
         return scores
 
     def head(self, config: ModelConfig) -> nn.Module:
-        check_room(self.settings, "question_length", config, OTHER_TOKENS)
+        self.settings.fit(config)  # a model without a recipe has not been checked
         kind = Classifier if self.settings.reads == "mask" else PairClassifier
         given = self.settings.classifier_dropout
         return kind(config, self.settings.answers, self.settings.classifier, config.dropout if given is None else given)
