@@ -17,6 +17,7 @@ from storage.programs import PackageMissing
 COMMANDS = {
     "plan": ("vlbert.plan", "estimate GB, hours and euros in advance"),
     "collect": ("storage.collect.run", "download the images of a caption list, or import images, into shards"),
+    "failures": ("storage.collect.failures", "list the rows without an image or regions, with reason and hint"),
     "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
     "recipes": ("vlbert.recipes", "print differences between paper and published code, and each recipe's numbers"),

@@ -66,10 +66,13 @@ class Reading:
         return f"{self.form}{header}, columns {', '.join(self.columns)}" if self.columns else self.form
 
     def location(self, origin: str, row: int) -> str:
-        """Return the position of a row, for messages: FILE:LINE if each row is one line, else "FILE, row N"."""
+        """Return the position of a row, for messages: FILE:LINE if each row is one line, else "FILE, row N".
+
+        The names of the columns count as a row, as in an editor.
+        """
         if self.form in ("tsv", "jsonl"):
             return f"{origin}:{row + 1 + self.header}"
-        return f"{origin}, row {row + 1}"
+        return f"{origin}, row {row + 1 + self.header}"
 
 
 @dataclass(frozen=True, slots=True)
