@@ -1,5 +1,6 @@
 """Run the programs of this project as `vlbert COMMAND`."""
 
+import argparse
 import dataclasses
 import difflib
 import importlib
@@ -9,6 +10,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Union, get_type_hints
 
 from storage.programs import PackageMissing
@@ -17,6 +19,7 @@ from storage.programs import PackageMissing
 COMMANDS = {
     "plan": ("vlbert.plan", "estimate GB, hours and euros in advance"),
     "collect": ("storage.collect.run", "download the images of a caption list, or import images, into shards"),
+    "failures": ("storage.collect.failures", "list the rows without an image or regions, with reason and hint"),
     "detect": ("detectors.run", "detect regions in every image shard that has none yet"),
     "corpus": ("vlbert.data.corpus", "tokenise a text-only corpus"),
     "recipes": ("vlbert.recipes", "print differences between paper and published code, and each recipe's numbers"),
@@ -39,6 +42,7 @@ COMMANDS = {
 }
 _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 _USAGE = """usage: vlbert COMMAND ...
+       vlbert COMMAND ... --task_file FILE           for a task of your own, which this Python file defines
        vlbert COMMAND --help                         its arguments
        vlbert --version
        vlbert --tyro-print-completion bash|zsh|fish  a script that completes commands, recipes and fields
@@ -74,12 +78,26 @@ def _run_command(arguments: Sequence[str] | None) -> None:
     elif command in _COMPLETION:
         _print_completion([command, *others])
     elif command in COMMANDS:
+        others = _import_task_files(command, others)
         _import_module(command).main(others)
     else:
         matches = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f"; did you mean {matches[0]}?" if matches else ""
         print(f"vlbert: there is no command {command!r}; vlbert --help lists all{hint}", file=sys.stderr)
         sys.exit(2)
+
+
+def _import_task_files(command: str, arguments: Sequence[str]) -> list[str]:
+    """Run the files that --task_file names, as modules of their names. Return the other arguments."""
+    parser = argparse.ArgumentParser(f"vlbert {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--task_file", "--task-file", type=Path, action="append", default=[])
+    given, others = parser.parse_known_args(arguments)
+    for file in given.task_file:
+        if not file.is_file():
+            sys.exit(f"vlbert {command}: there is no --task_file {file}; name the Python file of your task")
+        sys.path.insert(0, str(file.resolve().parent))
+        importlib.import_module(file.stem)
+    return others
 
 
 def _import_module(command: str) -> Any:

@@ -155,8 +155,8 @@ def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
 
 
 def begins_as_image(data: bytes) -> bool:
-    """Return True if the first bytes are those of a format in COLLECTED_FORMATS."""
-    return data.startswith(tuple(_MAGIC.values()))
+    """Return True if the first bytes are those of an image, also of a format that is not always read."""
+    return any(map(data.startswith, _MAGIC.values())) or bool(image_format(data))
 
 
 def _open(data: bytes) -> Image.Image:

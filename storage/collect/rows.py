@@ -67,10 +67,14 @@ class Reading:
         return f"{self.form}{header}, columns {', '.join(self.columns)}{several}" if self.columns else self.form
 
     def location(self, origin: str, row: int) -> str:
-        """Return the position of a row, for messages: FILE:LINE if each row is one line, else "FILE, row N"."""
-        if self.form.startswith(("tsv", "jsonl")) and not self.several:
-            return f"{origin}:{row + 1 + self.header}"
-        return f"{origin}, {'caption' if self.several else 'row'} {row + 1}"
+        """Return the position of a row, for messages: FILE:LINE if each row is one line, else "FILE, row N".
+
+        The names of the columns count as a row, as in an editor. If a row may have several captions, these are counted.
+        """
+        if self.several:
+            return f"{origin}, caption {row + 1}"
+        number = row + 1 + self.header
+        return f"{origin}:{number}" if self.form.startswith(("tsv", "jsonl")) else f"{origin}, row {number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from storage.catalog import Catalog, require_valid
 from storage.claims import Claims, exit_at_sigterm
 from storage.collect.download import Downloader, commit_images, run_all
+from storage.collect.failures import first_failures
 from storage.collect.imports import import_images, read_folder
 from storage.collect.normalise import NormalisedImage
 from storage.collect.plan import IMAGES, CollectSettings, Part, identify, plan, prepare_rows, source_of
@@ -306,7 +307,8 @@ class _GroupCollector:
             elif row.status:
                 results[row.row] = row
             elif row.row in firsts:
-                detail = f"of row {firsts[row.row]}"
+                first = self.rows.reading.location(Path(self.settings.origin).name, firsts[row.row])
+                detail = f"of {first}"
                 results[row.row] = dataclasses.replace(row, status=Status.DUPLICATE, detail=detail)
         return results
 
@@ -366,6 +368,10 @@ def collect_images(root: Root, settings: Annotated[CollectSettings, Flat]) -> No
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
         f"all rows: {_by_status(collected.counts)}"
     )
+    for failure in first_failures(Catalog(open_store(root), settings.name), IMAGES):
+        print(f"{failure.status}, such as {failure}; {failure.hint}")
+    if collected.counts.keys() - {Status.OK}:
+        print(f"vlbert failures {root} {settings.name} lists all of them")
 
 
 main = Command("vlbert collect", collect_images, ObjectMissing)

@@ -78,6 +78,29 @@ class Status(StrEnum):
 UNREACHABLE = {Status.DNS, Status.CONNECT, Status.TIMEOUT, Status.HOST_TIMEOUT}  # the statuses of an offline machine
 _FINAL = {Status.OK, Status.DUPLICATE, Status.WITHDRAWN, Status.BAD_ROW, Status.EMPTY_CAPTION}  # not by a request
 NOT_REQUESTED = _FINAL - {Status.OK} | {Status.BAD_URL, Status.BLOCKED_ADDRESS}
+_LIMITS = "with another --download.{}, the list makes another dataset"
+_HINTS = {
+    Status.DUPLICATE: "nothing to do",
+    Status.WITHDRAWN: "nothing to do",
+    Status.NOAI: "nothing to do: the owner does not want it in training",
+    Status.BAD_ROW: "append the corrected row to the list, and collect it again",
+    Status.EMPTY_CAPTION: "with --keep_empty_captions, the list makes another dataset",
+    Status.BAD_URL: "append the corrected row to the list, and collect it again",
+    Status.BLOCKED_ADDRESS: "if you trust the server, add --download.allowed_hosts HOST:PORT and --retry_statuses {}",
+    Status.NOINDEX: "if the owner agrees, add --download.no_obey_noindex and --retry_statuses {}",
+    Status.ROBOTS_TXT: "if the owner agrees, add --download.no_obey_robots_txt and --retry_statuses {}",
+    Status.TOO_BIG: _LIMITS.format("max_bytes"),
+    Status.TOO_MANY_PIXELS: _LIMITS.format("max_pixels"),
+    Status.BAD_GEOMETRY: _LIMITS.format("min_side or --download.max_aspect"),
+}
+
+
+def hint_for(status: str, is_import: bool = False) -> str:
+    """Return what a user can do about a row with this status. Only rows with a URL can be requested again."""
+    default = (
+        "mend the file, and collect the list as another dataset" if is_import else "--retry_statuses {} tries again"
+    )
+    return _HINTS.get(Status(status), default).format(status)
 
 
 def parse_statuses(names: tuple[str, ...]) -> frozenset[Status]:

@@ -125,7 +125,7 @@ def test_a_list_may_grow_and_a_repeated_row_is_a_duplicate_of_the_first(web: Web
         assert collected.new_shards == new_shards
     tables = [table["row"].to_pylist() for table in of(root).columns(IMAGES, ["row"])]
     assert (tables, statuses(root)) == ([[0, 1, 2], [3, 4], [5], [6]], 3 * ["ok"] + 3 * ["duplicate"] + ["ok"])
-    assert column(root, "detail") == ["", "", "", "of row 1", "of row 0", "of row 0", ""]
+    assert column(root, "detail") == ["", "", "", *(f"of list.tsv:{line}" for line in (2, 1, 1)), ""]
     assert stored_captions(root) == [f"caption {i}" for i in range(4)]
     assert web.count_of("/twice.jpg") - before == 2  # once for each shard with new rows
 
@@ -168,7 +168,7 @@ def test_a_folder_of_images_with_captions_is_imported_row_by_row(tmp_path: Path)
     assert stored_captions(tmp_path / "root") == ["one", "two", "three, four", "five"]
     assert column(tmp_path / "root", "url")[:4] == ["a.jpg", "a.jpg", "b.PNG", "more/c.jpg"]
     (line,) = (line for line in said if "there is no image" in line)
-    assert "captions.csv, row 6: missing_file, and 1 more of the shard: there is no image 'gone.jpg' in " in line
+    assert "captions.csv, row 7: missing_file, and 1 more of the shard: there is no image 'gone.jpg' in " in line
     assert "out of the folder" in column(tmp_path / "root", "detail")[6]
     assert quietly(tmp_path / "root", settings).new_shards == 0
 

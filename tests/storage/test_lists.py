@@ -183,9 +183,9 @@ HUB = parquet(image=[{"bytes": encode(draw()), "path": "a.png"}], caption=[["a d
     [
         ("a.tsv", b"a\thttp://x/0\nno tab\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: 1 columns, but 2 .*'no tab'.*remove"),
         ("a.tsv", b"a\thttp://x/0\ncaf\xe9\thttp://x/1\n", "", [1], r"a\.tsv:2: not UTF-8; convert"),
-        ("a.csv", b"url,caption\nu,c\nu,c,x\n", "", [1], r"a\.csv, row 2: 3 columns, but 2 are expected"),
-        ("a.csv", b"url,caption\nu,c\ru,c\nu,c\n", "", [0], r"a\.csv, row 1: .*correct the row's quotes"),
-        ("a.csv", b'url,caption\nu,c\nu,"c\nu,c\n', "", [1], r"a\.csv, row 2: unexpected end of data"),
+        ("a.csv", b"url,caption\nu,c\nu,c,x\n", "", [1], r"a\.csv, row 3: 3 columns, but 2 are expected"),
+        ("a.csv", b"url,caption\nu,c\ru,c\nu,c\n", "", [0], r"a\.csv, row 2: .*correct the row's quotes"),
+        ("a.csv", b'url,caption\nu,c\nu,"c\nu,c\n', "", [1], r"a\.csv, row 3: unexpected end of data"),
         ("a.jsonl", lines(GOOD, {"url": "u", "caption": 7}, GOOD), "", [1], r"a\.jsonl:2: 'caption' is 7, not a str"),
         ("a.jsonl", lines(GOOD, {**GOOD, "x": [1]}), "url,caption,x", [1], r"a\.jsonl:2: 'x' is \[1\]"),
         ("a.tsv", b"a\thttp://x/0\n\nb\thttp://x/1\n", "", [1], r"a\.tsv:2: 1 columns, but 2 "),

@@ -147,7 +147,7 @@ def test_a_recipe_takes_its_own_arguments_and_fields():
     recipe = make_recipe("pretrain_vlbert", given, RECIPES)
     assert (recipe.name, recipe.steps, recipe.data.root) == ("pretrain_vlbert_large_paper", 9, "r")
     for arguments, named in (
-        ("pretrain_vlbert_base", "there is no recipe pretrain_vlbert_base, only finetune_refcoco, "),
+        ("pretrain_vlbert_base", "there is no recipe pretrain_vlbert_base, only finetune_labels, "),
         ("pretrain_vlbert --size demo --variant paper", "there is no recipe pretrain_vlbert_demo_paper"),
     ):
         with pytest.raises(ValueError, match=re.escape(named)):

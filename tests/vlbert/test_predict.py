@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -26,12 +27,11 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
-from vlbert.config import Recipe, RegionConfig
+from vlbert.commands import main as run_command
+from vlbert.config import RegionConfig
 from vlbert.data.batch import collate
 from vlbert.predict.command import main
 from vlbert.predict.predictor import Predictor, name_regions
-from vlbert.recipes.vlbert import finetune_refcoco
-from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 
 REFCOCO = RefCOCOSettings(regions="detected")
@@ -230,7 +230,6 @@ WRONG = [  # run, arguments, what is named
     ("pretraining", ("--attention",), "give a text, and attentions=True"),
     ("pretraining", ("--detector", "gone.safetensors"), "gone.safetensors does not exist"),
     ("pretraining", ("--choices", "x"), "choices and answers belong to a question"),
-    ("pretraining", ("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
     ("vcr-answers", ("why", "--choices", "[0]", *FOUR[:3]), "'[0]' in '[0]' names no region"),
 ]
 
@@ -245,29 +244,37 @@ def test_a_wrong_command_line_is_one_line(models, run, arguments, named, capsys)
     assert (models / "photo.jpg").read_bytes() == photo
 
 
+OWN = """
+import dataclasses
+from vlbert.tasks import TASKS
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
 @dataclasses.dataclass(frozen=True)
 class OwnSettings(PretrainingSettings):
-    """Of a task that no file of ours has."""
+    pass
+
+TASKS[OwnSettings] = Pretraining
+"""
 
 
-def own() -> Recipe:
-    """A recipe whose module enters its task."""
-    vlbert.tasks.TASKS[OwnSettings] = Pretraining
-    return dataclasses.replace(finetune_refcoco("demo"), task=OwnSettings(), model=TINY_MODEL)
-
-
-def test_a_task_of_ones_own_needs_its_recipe(models, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(vlbert.tasks, "TASKS", {OwnSettings: Pretraining})
-    folder = save_model(tmp_path, "own", OwnSettings(max_elements=24), recorded(demo_detector()))
-    arguments = [str(folder), str(models / "photo.jpg"), "a [MASK]", "--out", f"{tmp_path}/out.png"]
+def test_a_task_that_only_a_file_knows_needs_that_file(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(vlbert.tasks, "TASKS", {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_task.py").write_text(OWN)
+    named = ["--task_file", str(tmp_path / "own_task.py")]
+    run_command(["recipes", *named])
+    folder = save_model(
+        tmp_path, "own", sys.modules.pop("own_task").OwnSettings(max_elements=24), recorded(demo_detector())
+    )
+    arguments = ["predict", str(folder), str(models / "photo.jpg"), "a [MASK]", "--out", f"{tmp_path}/out.png"]
     arguments += ["--detector", str(WEIGHTS)]
-    monkeypatch.setattr(vlbert.tasks, "TASKS", {})  # as in a new process
-    with pytest.raises(SystemExit, match="OwnSettings"):
-        main(arguments)
-    with pytest.raises(SystemExit, match="was trained for another task than recipe finetune_refcoco_base"):
-        main([*arguments, "--recipe", "finetune_refcoco"])
-    main([*arguments, "--recipe", f"{__name__}:own"])
+    vlbert.tasks.TASKS.clear()  # as in a new process
+    with pytest.raises(SystemExit, match="OwnSettings; name the file of the task: --task_file FILE"):
+        run_command(arguments)
+    with pytest.raises(SystemExit, match="there is no --task_file gone.py"):
+        run_command([*arguments, "--task-file=gone.py"])
+    capsys.readouterr()
+    run_command([*arguments, *named])
     assert capsys.readouterr().out.startswith("a [MASK]\n")
 
 

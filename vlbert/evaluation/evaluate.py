@@ -93,7 +93,9 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
     config, uri = checkpoint.config, checkpoint.uri
     kind = settings_named(config["task"])
     if kind is None:
-        raise ValueError(f"{uri} was trained for an unknown task, {config['task']}; give its recipe as MODULE:FUNCTION")
+        raise ValueError(
+            f"{uri} was trained for an unknown task, {config['task']}; name the file of the task: --task_file FILE"
+        )
     settings = from_json(kind, checkpoint.task_settings, f"{uri}/config.json")
     values = config.get("recipe", {"name": Path(uri).name}) | {"task": settings}
     return replace(from_json(Recipe, values, f"{uri}/config.json"), model=checkpoint.model_config)

@@ -24,7 +24,6 @@ from storage.settings import override_values
 from training.distributed import ALONE
 from training.loading import EXPECTED
 from training.log import Unreadable
-from training.program import find_recipe
 from vlbert.checkpoint import Checkpoint, check_saved, open_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
@@ -34,7 +33,6 @@ from vlbert.data.samples import open_samples
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results_page import render
 from vlbert.evaluation.whence import check_count
-from vlbert.recipes import RECIPES
 from vlbert.resume import open_data, saved_of
 from vlbert.tasks.base import Task
 
@@ -47,7 +45,6 @@ class ReplaySettings:
     text_corpus: str | None = None  # folder of the text corpus; None: the recipe's
     folder: str | None = None  # folder with the task's files; None: the recipe's
     out: str | None = None  # HTML file to write; None: RUN-step-STEP.html in the working directory
-    recipe: str | None = None  # MODULE:FUNCTION, the recipe of your own task
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +70,6 @@ def replay(path: str, step: int, settings: ReplaySettings = ReplaySettings(), pi
     If `pixels` is true, images are decoded even if the model reads precomputed features. Raises ValueError if the
     checkpoint has not reached the step, or if shards, text corpus or task files are missing or have changed.
     """
-    if settings.recipe:
-        find_recipe(settings.recipe, RECIPES)()  # defines the task
     checkpoint = open_checkpoint(path, tensors=False)
     reached = checkpoint.state["step"]
     if not 1 <= step <= reached:

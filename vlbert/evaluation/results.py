@@ -54,7 +54,8 @@ class SplitPredictions:
     def trained_on(self) -> list[str]:
         """Splits that the checkpoint was trained on, or its datasets if the task has no splits."""
         if self.recipe.task.validate_on is not None:
-            return list(self.checkpoint.task_settings.get("train_on", ()))
+            is_own = self.checkpoint.config["task"] == type(self.recipe.task).__name__  # not only pre-trained
+            return list(self.recipe.task.train_on) if is_own else []
         return sorted(self.checkpoint.config.get("recipe", {}).get("data", {}).get("datasets", ()))
 
 

@@ -67,7 +67,7 @@ def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -
     Answers without ground truth are left out. No answer is in both lists, even if there are few.
     """
     signed_confidence = {
-        (number, index): (2 * row["score"] - 1) * row["probability"]
+        (number, index): (2 * row["score"] - 1) * (row["probability"] or 1.0)
         for number, each in enumerate(predicted)
         for index, row in enumerate(each.rows)
         if row["score"] is not None

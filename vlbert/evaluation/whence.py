@@ -138,7 +138,8 @@ class TrainedRun:
             return np.arange(use.span.examples)
         kind = settings_named(self.record["task"])
         if kind is None:
-            raise ValueError(f"no task has settings {self.record['task']}, as {self.run} has; add it to TASKS")
+            unknown = f"no task has settings {self.record['task']}, as {self.run} has"
+            raise ValueError(f"{unknown}; name the file of the task: --task_file FILE")
         store, path = self.store_of(use.dataset, use.stage, use.span.snapshot)
         urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
         try:

@@ -26,14 +26,12 @@ from tyro.conf import arg
 
 from storage.programs import Checkpoint, Positional, require
 from storage.settings import named_fields, override, parse_known
-from training.program import find_recipe
 from vlbert.checkpoint import open_checkpoint
 from vlbert.datasets.files import read_lines
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.predict.attention import draw_attention
 from vlbert.predict.predictor import Predictor
 from vlbert.predict.ranking import Ranker
-from vlbert.recipes import RECIPES
 from vlbert.tasks.retrieval import RetrievalSettings
 
 
@@ -51,7 +49,6 @@ class Options:
     serve: bool = False  # serve a page to the browsers of this machine
     port: int = 8000  # port of --serve; 0: a free one
     detector: Path | None = None  # weight file of the detector
-    recipe: str | None = None  # MODULE:FUNCTION, the recipe of your own task
     out: Path | None = None  # image file to write, or a folder for it; None: the working directory
     attention: bool = False  # also draw which regions each token attends to
 
@@ -71,8 +68,7 @@ def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
     task = open_checkpoint(options.checkpoint, tensors=False).config.get("task")
     if task == RetrievalSettings.__name__:
         return Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
-    recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None
-    return Predictor(options.checkpoint, options.detector, _get_changes(options, fields), recipe)
+    return Predictor(options.checkpoint, options.detector, _get_changes(options, fields))
 
 
 def _get_changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from detectors.resnet import ResNetConfig
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.tasks.labels import LabelSettings
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -105,6 +106,12 @@ def finetune_refcoco(model: Model, features: Features, name: str) -> Recipe:
     if model != "vlbert":
         task = replace(task, classifier="regions_norm")
     return _finetune(demo_model(model, features), task, name, steps=70)
+
+
+def finetune_labels(model: Model, features: Features, name: str) -> Recipe:
+    """Configure training on labels of your own."""
+    recipe = _finetune(demo_model(model, features), LabelSettings(), name, steps=200)
+    return replace(recipe, data=replace(recipe.data, datasets={"pairs": None}, held_out=("pairs",)))
 
 
 def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:

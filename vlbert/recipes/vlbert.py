@@ -14,6 +14,7 @@ from vlbert import variants
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.recipes import demo
 from vlbert.recipes.demo import Features
+from vlbert.tasks.labels import LabelSettings
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.retrieval import RetrievalSettings
@@ -173,6 +174,17 @@ def finetune_retrieval(size: Literal["base", "demo"] = "base", features: Feature
     )
     recipe = _by_epoch(variants.apply(recipe, "published"), epoch)
     return replace(recipe, validation_samples=200)  # images, ranked against their 1,000 captions
+
+
+def finetune_labels(size: Size = "base", features: Features = "end_to_end") -> Recipe:
+    """Configure training on labels of your own: 2,000 steps of 32 pairs of an image and a text."""
+    name = _make_name("finetune_labels", size, "precomputed" * (features == "precomputed"), "published")
+    if size == "demo":
+        return demo.finetune_labels("vlbert", features, name)
+    optimizer = OptimizerConfig(learning_rate=2.56e-5, warmup_steps=200)
+    data, task = _data("pairs", batch=32, gradient_accumulation=4), LabelSettings()
+    recipe = Recipe(name=name, task=task, model=_model(size, features=features), data=data, optimizer=optimizer)
+    return variants.apply(_by_epoch(replace(recipe, steps=2_000), 500), "published")
 
 
 def make_finetuning(  # noqa: PLR0913  what differs between the models

@@ -24,6 +24,7 @@ def settings_named(name: str) -> type[TaskSettings] | None:
 
 
 def _tasks() -> dict[type[TaskSettings], type[Task]]:
+    from vlbert.tasks.labels import Labels, LabelSettings
     from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
     from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
     from vlbert.tasks.retrieval import Retrieval, RetrievalSettings
@@ -31,6 +32,7 @@ def _tasks() -> dict[type[TaskSettings], type[Task]]:
     from vlbert.tasks.vqa import VQA, VQASettings
 
     built_in = {
+        LabelSettings: Labels,
         PretrainingSettings: Pretraining,
         RefCOCOSettings: RefCOCO,
         RetrievalSettings: Retrieval,

@@ -51,7 +51,7 @@ def make_examples(
     Both skip examples whose image was withdrawn. Raises ValueError if no example is left, or if a remaining image is
     in no sample or in several samples.
     """
-    training, source = split is None, f"{', '.join(settings.splits(split))} of {settings.folder}"
+    training, source = split is None, " of ".join(filter(None, [", ".join(settings.splits(split)), settings.folder]))
     withdrawn = withdrawn_images(samples, {image for _, _, image, _ in rows})
     lost = tuple(dict.fromkeys(f"{name}: its image was withdrawn" for _, name, image, _ in rows if image in withdrawn))
     rows = [row for row in rows if row[2] not in withdrawn]
@@ -204,7 +204,7 @@ class Task(ABC):
         key           str    key of the sample
         question      str    the text that the model was asked
         answer        str    the model's answer
-        probability   float  probability of the answer
+        probability   float  probability of the answer; None if it has none, such as a number
         ranking       list   of {"answer", "probability"}, most probable first, at most five
         ground_truth  str    the right answer; None if it is unknown
         score         float  score of the answer, 0 to 1; None if the ground truth is unknown
