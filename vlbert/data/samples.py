@@ -7,6 +7,7 @@ import numpy as np
 
 from storage.cache import ShardCache
 from storage.catalog import Catalog
+from storage.collect.rows import Reading
 from storage.object_store import ObjectStore
 from storage.order import mix, shuffled
 from storage.reading import Samples, ShardSamples
@@ -112,23 +113,22 @@ def find_readable(samples: Samples) -> Sample:
 
 
 def row_in_list(samples: Samples, number: int) -> str:
-    """Return where a sample's caption comes from: "LIST, row N" with N from 1, or its URL if no list is known."""
+    """Return the place of a sample's caption in its list, as `vlbert failures` names places, or its URL."""
     if not isinstance(samples, ShardSamples):
         return samples.urls[number]
-    index = samples.index
-    rows, source = _input_rows(index.store, index.path)
-    return f"{source}, row {rows[number] + 1}"
+    rows, source = _input_rows(samples.index.store, samples.index.path)
+    if source is None:
+        return samples.urls[number]
+    return Reading(**source["reading"]).location(source["list"].rpartition(" sha256:")[0], int(rows[number]))
 
 
 @functools.lru_cache(16)
-def _input_rows(store: ObjectStore, path: str) -> tuple[np.ndarray, str]:
-    """Return the number of each sample's row in its list, int64 [S], and the list's name (else the dataset's)."""
-    rows = np.concatenate([table["row"].to_numpy() for table in read_columns(store, path, ["row"])])
-    dataset = path.partition("/")[0]
-    catalog = Catalog(store, dataset)
+def _input_rows(store: ObjectStore, path: str) -> tuple[np.ndarray, dict | None]:
+    """Return the number of each sample's row in its list, int32 [S], and the manifest's source with the list."""
+    rows = [table["row"].to_numpy().astype(np.int32) for table in read_columns(store, path, ["row"])]
+    catalog = Catalog(store, path.partition("/")[0])
     headers = catalog.headers("images", catalog.shards("images")[:1])
-    lists = [header.meta["source"]["list"] for header in headers.values() if header.meta.get("source")]
-    return rows, lists[0].rpartition(" sha256:")[0] if lists else dataset
+    return np.concatenate(rows), next((header.meta.get("source") for header in headers.values()), None)
 
 
 def load_captions(samples: Samples) -> list[str]:
