@@ -29,7 +29,7 @@ from storage.sample import sample_key
 if TYPE_CHECKING:  # caption lists are read without importing the image decoders
     from storage.collect.spool import SpooledImage
 
-ROWS_VERSION = 2
+ROWS_VERSION = 3
 PART_ROWS = 10_000
 _KEY_BYTES = 10  # bytes of a sample's key
 _KEPT_PARTS = 4  # parts in memory; the shards that are collected together lie in one or two

@@ -27,7 +27,7 @@ def new(mode: str, size: tuple[int, int], kind: str, **options: object) -> bytes
     ("image", "named"),
     [
         (b"no picture at all", "(not_image)"),
-        (new("RGB", (90, 60), "TIFF"), "(not_image)"),
+        (new("RGB", (90, 60), "JPEG2000"), "it is JPEG 2000, which is not decoded here"),
         (new("RGB", (90, 60), "PNG")[:60], "(truncated)"),
         (new("RGB", (20, 20), "PNG"), "the shorter side is under 32"),
         (Image.new("I;16B", (90, 60)), "the image has mode I;16B; convert it"),
