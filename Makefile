@@ -12,7 +12,7 @@ PORT ?= 4200
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo demo-full compare ui serve test test-all lint format docs clean
+.PHONY: demo demo-full compare ui serve test test-all lint format docs clean install help
 
 demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on them: 5 to 7 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
@@ -52,6 +52,11 @@ docs: $(VENV)/installed  ## build docs/ as a website in site/
 clean:  ## remove the demo's files; .venv is kept
 	@if [ -f "$(ROOT)/data/demo.json" ]; then rm -rf "$(ROOT)"; \
 	elif [ -e "$(ROOT)" ]; then echo "$(ROOT) has no data/demo.json, so it is not a demo's folder; not removed" >&2; exit 1; fi
+
+install: $(VENV)/installed  ## install into .venv
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
 
 # Installed again if the requirements change or an installation was interrupted: touch comes last.
 $(VENV)/installed: pyproject.toml constraints.txt

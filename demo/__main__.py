@@ -150,8 +150,8 @@ def say(line: str) -> None:
 def check_gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
     """Print the detector's result and the models' means over the pipeline runs, and return a line per failed gate."""
     means = mean([collect_numbers(pipeline) for pipeline in pipelines])
-    gap = means["grounding"]
-    print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes\nmodels, mean of {len(pipelines)}: grounding {gap:.3f}")
+    gap, seeds = means["grounding"], f", mean of {len(pipelines)}" if len(pipelines) > 1 else ""
+    print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes\nmodels{seeds}: grounding {gap:.3f}")
     checks = [
         (map50 >= least_map, f"the detector's mAP@0.5 is {map50:.3f}, under {least_map}"),
         (gap >= LEAST_GROUNDING, f"grounding is {gap:.3f}, under {LEAST_GROUNDING}: the model does not use the image"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchvision.ops import nms
 
 from demo.data import DemoData
 from demo.deployments import make_detector_settings
@@ -20,17 +21,15 @@ from detectors.ground_truth import read_ground_truth
 from detectors.recipes import detector_demo
 from detectors.validate import validate
 from detectors.weights.files import load_weights, read_config
-from flows.settings import resolve_recipe
 from storage.catalog import Catalog
 from storage.collect.statuses import Status
 from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
-from storage.sample import Sample
+from storage.sample import Regions, Sample
 from training import distributed
 from training.curves import Lines, draw_panels
 from training.log import read_metrics
 from vlbert.evaluation.results_page import draw_answer, render
-from vlbert.tasks import task_of
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
@@ -83,7 +82,6 @@ def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines
             {
                 "name": name,
                 "settings": task,
-                "paper": task_of(resolve_recipe(task.recipe, "", ()).task).paper,
                 "count": len(predictions[run_name(name, "with")]),
                 "examples": draw_examples(store, pipeline, name, predictions),
             }
@@ -144,11 +142,11 @@ def read_joint_accuracies(root: Path, pipelines: "Sequence[PipelineResult]") -> 
 
 
 def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
-    """Draw the first held-out scenes with their regions: boxes in cycling colours, and names for the first few."""
+    """Draw the first held-out scenes with their detections: boxes in cycling colours, and names for the first few."""
     catalog, scenes = Catalog(store, "held-out"), []
     names = catalog.manifest(stage, catalog.shards(stage)[0]).meta["config"]["classes"]
     for sample in islice(read_samples(catalog, stage), SCENES):
-        regions = sample.require_regions()
+        regions = detections(sample.require_regions())
         labels = [names[label - 1] for label in regions.labels_background_first().tolist()]
         boxes = [
             (box, BOX_COLOURS[i % len(BOX_COLOURS)], labels[i] if i < MAX_NAMES else "")
@@ -163,6 +161,15 @@ def draw_held_out_scenes(store: ObjectStore, stage: str) -> list[dict]:
             }
         )
     return scenes
+
+
+def detections(regions: Regions) -> Regions:
+    """Return the regions with a score of 0.5 or more, and of those that overlap by half, only the most probable."""
+    boxes, scores = torch.tensor(regions.boxes), torch.tensor(regions.scores)
+    kept = [int(number) for number in nms(boxes, scores, 0.5) if scores[number] >= 0.5]
+    fields = ("boxes", "scores", "labels", "class_probs")
+    chosen = {name: value[kept] for name in fields if (value := getattr(regions, name)) is not None}
+    return replace(regions, attributes=None, features=None, **chosen)
 
 
 def draw_examples(

@@ -109,7 +109,8 @@ def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[st
         for name, value in metrics.items()
         if "/" not in name
     ]
-    return markdown(("metric", "value", "the paper, %"), rows) if rows else ""
+    width = 3 if reported else 2
+    return markdown(("metric", "value", "the paper, %")[:width], [row[:width] for row in rows]) if rows else ""
 
 
 def escape(text: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from places import PROJECT
 
+from demo.data import DemoDataSettings
 from detectors.config import DetectionConfig
 from storage.collect.plan import CollectSettings
 from storage.settings import parse
@@ -99,3 +100,15 @@ def test_the_arguments_of_kubernetes_are_understood():
     (arguments,) = (words for words in pods.values() if "vlbert.train" in words)
     name, *fields = arguments[arguments.index("pretrain_vlbert") :]
     assert make_recipe(name, fields, RECIPES).data.root == "s3://bucket/vl-root"
+
+
+def test_each_target_of_make_is_listed_by_make_help():
+    targets = re.search(r"^\.PHONY: (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    listed = subprocess.run(["make", "help"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    assert sorted(line.partition(":")[0] for line in listed.splitlines()) == sorted(targets)
+
+
+def test_the_image_of_the_readme_is_one_that_the_demo_draws():
+    (number,) = re.findall(r"demo-root/data/images/(\d{6})\.jpg", (PROJECT / "README.md").read_text())
+    settings = DemoDataSettings()
+    assert settings.train_scenes <= int(number) < settings.train_scenes + settings.held_out_scenes

@@ -122,8 +122,6 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
         run.model.train()
         with recipe_precision(recipe), run.writer:
             metrics = train_steps(run)
-    if world.first:
-        print(f"Reported in the paper: {run.data.task.paper}", flush=True)
     return metrics
 
 

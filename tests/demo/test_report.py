@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from demo_results import pipeline
 from PIL import Image
 
 from demo.data import DemoDataSettings, draw_demo_data
-from demo.report import write_report
+from demo.report import detections, write_report
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard
 from storage.catalog import Catalog
@@ -20,7 +21,7 @@ from storage.catalog.commit import commit_shard
 from storage.manifests import OK, Row
 from storage.object_store import open_store
 from storage.safe_json import printable
-from storage.sample import Sample, sample_key
+from storage.sample import Regions, Sample, sample_key
 
 TINY = DemoDataSettings(train_scenes=3, held_out_scenes=2, broken_rows=0, text_lines=2, task_train=1, task_held_out=2)
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>\u202e'
@@ -94,3 +95,15 @@ def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: s
     asks = r"""<b onclick|<(script|link|iframe|object|embed|base|form)\b|(src|href|data|action)="(?!data:image/)"""
     assert not re.search(asks + r"|url\(|@import|\u202e", page)
     assert "default-src 'none'" in page
+
+
+def test_no_number_of_a_paper_stands_beside_those_of_the_demo(page: str):
+    assert "paper" not in text_of(page)
+
+
+def test_a_place_has_one_detection_and_only_if_the_detector_is_sure():
+    boxes = np.array([[0, 0, 10, 10], [1, 0, 10, 10], [20, 0, 30, 10], [40, 0, 50, 10]], np.float32)
+    scores, labels = np.array([0.6, 0.9, 0.7, 0.4], np.float32), np.array([1, 2, 3, 4], np.int32)
+    found = detections(Regions(boxes=boxes, scores=scores, labels=labels, detector="x"))
+    assert found.labels.tolist() == [2, 3]
+    assert found.scores.tolist() == pytest.approx([0.9, 0.7])

@@ -121,5 +121,5 @@ def test_a_training_shows_its_heartbeat_and_its_curves_then_its_metrics(
     assert logged[0].startswith("r: training: step 5/9  loss words 1.235  skipped 2  samples/s 9.5  data wait 3 %")
     assert shown[0] == "starting"
     assert re.search(r"time left 1\\:02\\:03\n\n!\[curves\]\(data:image/svg", shown[1])
-    assert re.search(r"\| accuracy +\| 0.500 +\| +\|\n\| odd +\| – +\| +\|\n\n", shown[2])
+    assert re.search(r"\| accuracy +\| 0.500 +\|\n\| odd +\| – +\|\n\n", shown[2])
     assert r"step\-9" in shown[2]

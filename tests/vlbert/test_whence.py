@@ -120,6 +120,9 @@ def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
         assert sum(told(root / "runs/pretrain", key).values(), []) == sorted(steps)
     found = exported(root, "pretrain", tmp_path / "all.parquet")
     assert found == {("pretrain", key): value for key, value in summary(watched.steps).items()}
+    rows = pq.read_table(tmp_path / "all.parquet").to_pylist()
+    listed = [line for line in printed(whence, root / "runs/pretrain") if line.startswith("http")]
+    assert listed == [f"{row['url']}: pretrain, steps {', '.join(map(str, row['steps']))}" for row in rows]
     earlier = exported(root, "pretrain/step-0000002", tmp_path / "all.parquet")
     assert earlier == {("pretrain", key): value for key, value in summary(watched.steps, 2).items()}
 

@@ -1,6 +1,6 @@
 """List every image URL that a checkpoint has seen, and at which steps.
 
-    vlbert whence CHECKPOINT                     the runs that led to it, and their datasets
+    vlbert whence CHECKPOINT                     the runs that led to it, and each image with the steps that saw it
     vlbert whence CHECKPOINT URL                 each time that it saw this image: dataset, shard, step
     vlbert whence CHECKPOINT KEY                 the same for a sample, by its key
     vlbert whence CHECKPOINT --out seen.parquet  all samples, with the steps of each run
@@ -343,13 +343,17 @@ def list_seen(
     """List every image URL that a checkpoint has seen, and at which steps.
 
     Args:
-        image: a sample's key, or a URL as in the caption list; if left out, only the runs are listed
+        image: a sample's key, or a URL as in the caption list; if left out, all images are listed
         out: Parquet file for all samples: url, key, dataset, shard, run, license, times, first_step, last_step, steps
     """
     runs, start = lineage(open_checkpoint(checkpoint, tensors=False))
     print("\n".join(describe(runs, start)), flush=True)
     if out:
         print(f"{export(runs, out):,} rows in {out}", flush=True)
+    if not (out or image):
+        for trained in runs:
+            for row in (row for table in seen_samples(trained) for row in table.to_pylist()):
+                print(f"{printable(display_url(row['url']))}: {trained.run}, steps {', '.join(map(str, row['steps']))}")
     if image:
         lines, any_seen = describe_uses(runs, image)
         print("\n".join(lines) or f"{display_url(image)} was not seen by these runs", flush=True)

@@ -219,8 +219,6 @@ class Task(ABC):
 
     # --- the paper's results, and the best checkpoint -----------------------------------------------------------------
 
-    paper: str = "no number"  # the paper's results, in one line
-
     def reported(self, split: str) -> dict[str, str]:
         """Return the paper's results on a split by metric, as strings in percent, such as "79.88 base"."""
         return {}

@@ -98,7 +98,6 @@ class MaskedInput:
 
 class Pretraining(Task):
     validate_shuffled = True
-    paper = "no number in the paper; users of the authors' code: masked words 0.60, masked regions 0.70 (base)"
 
     @staticmethod
     def best_metric(settings: PretrainingSettings) -> str:

@@ -80,10 +80,6 @@ class Query:
 
 
 class RefCOCO(Task):
-    paper = "RefCOCO+, table 3, ground-truth regions: " + "; ".join(
-        f"{split} {found}" for split, found in refcoco.REPORTED["ground_truth"].items()
-    )
-
     @staticmethod
     def best_metric(settings: RefCOCOSettings) -> str:
         return f"accuracy_{settings.iou}"

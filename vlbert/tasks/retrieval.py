@@ -90,7 +90,6 @@ class HeldOutImage:
 
 
 class Retrieval(Task):
-    paper = "Flickr30k test, R@1 caption -> image, image -> caption: Unicoder-VL 71.5, 86.2; ViLBERT 58.20"
     evaluation_batch_size = 8  # each example has thousands of pairs
     zero_shot_head = "relationship"
 

@@ -92,7 +92,6 @@ class VCR(Task):
     Detected regions only provide precomputed features. An object gets the features of the region that overlaps it most.
     """
 
-    paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joint_metrics = True
 
     @staticmethod

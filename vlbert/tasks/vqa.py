@@ -67,7 +67,6 @@ class VQASettings(TaskSettings):
 
 class VQA(Task):
     saved = ("answers",)
-    paper = f"table 2: {'; '.join(f'{split} {found}' for split, found in vqa.REPORTED.items())}; none on val2014"
 
     @staticmethod
     def best_metric(settings: VQASettings) -> str:
