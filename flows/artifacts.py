@@ -4,18 +4,25 @@ Artifacts are only for people to read: the storage records what is done. So an e
 server is unreachable, the error is logged and the stage continues.
 """
 
+import copy
+import functools
 import logging
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pyarrow.compute as pc
 from prefect import get_run_logger
 from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.objects import State
+from prefect.logging.handlers import APILogHandler
+from prefect.logging.loggers import flow_run_logger
+from prefect.runtime import flow_run
 
 from flows.prefect_patches import fail_fast
 from storage.catalog import Catalog
@@ -29,8 +36,37 @@ _MAX_DETAIL = 200  # characters of an example that are shown
 
 
 def stage_logger() -> logging.Logger | logging.LoggerAdapter:
-    """Return a logger for a stage's own messages. Its name distinguishes them from Prefect's messages."""
-    return get_run_logger().getChild(STAGE_LOG)  # ty: ignore[missing-union-attribute] Prefect's adapter has it
+    """Return a logger for a stage's own messages. Its name distinguishes them from Prefect's messages.
+
+    In a stage of a pipeline, the messages are also sent to the log of the pipeline's run.
+    """
+    logger: Any = get_run_logger().getChild(STAGE_LOG)  # ty: ignore[missing-union-attribute] Prefect's adapter has it
+    if not any(isinstance(handler, _PipelineHandler) for handler in logger.logger.handlers):
+        logger.logger.addHandler(_PipelineHandler())
+    return logger
+
+
+class _PipelineHandler(APILogHandler):
+    """Sends a stage's messages to the log of the flow run that started the stage, after the stage's name."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if parent := _parent_of(flow_run.id):
+            record = copy.copy(record)
+            record.flow_run_id, record.task_run_id = parent, None
+            record.msg, record.args = f"{flow_run.flow_name}: {record.getMessage()}", ()
+            super().emit(record)
+
+
+@functools.lru_cache
+def _parent_of(run: str | None) -> str | None:
+    """Return the id of the flow run that started the current one, which has the id `run`."""
+    return run and flow_run.parent_flow_run_id
+
+
+def log_reason(flow: Any, flow_run: Any, state: State) -> None:
+    """Log the reason why a flow failed in one line, after Prefect's traceback. This is a hook, `on_failure`."""
+    reason = str(state.result(raise_on_failure=False)).strip().splitlines()[-1:] or [state.message]
+    flow_run_logger(flow_run).getChild(STAGE_LOG).error("failed: %s", printable(reason[0]).strip(" |"))
 
 
 class Artifact:

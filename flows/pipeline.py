@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from prefect import flow
 
+from flows.artifacts import Artifact, escape, log_reason, make_metrics_table, stage_logger
 from flows.collect import Collected, collect_flow
 from flows.detect import Detected, detect_flow
 from flows.finetune import finetune_flow
@@ -34,7 +35,7 @@ class PipelineResult:
     peak_bytes: int  # peak memory of the process that ran the flows, without its children
 
 
-@flow(name="pretrain-vlbert", flow_run_name="{pretraining.recipe}", persist_result=True)
+@flow(name="pretrain-vlbert", flow_run_name="{pretraining.recipe}", persist_result=True, on_failure=[log_reason])
 def pretrain_vlbert(
     root: str,
     work: str,
@@ -55,15 +56,20 @@ def pretrain_vlbert(
     from flows.check import check  # here, because it imports torch, which is not needed to deploy this flow
 
     check(datasets, pretraining, finetunings)
+    say, stages = stage_logger().info, 3 + len(finetunings)
+    say("stage 1 of %s: collect %s", stages, ", ".join(dataset.name for dataset in datasets))
     collected = [collect_flow(root, dataset) for dataset in datasets]
+    say("stage 2 of %s: detect regions", stages)
     detected: dict[str, Detected] = {}
     for dataset in datasets:
         detected |= detect_flow(root, dataset.detector, (dataset.name,))
 
     detector = detected[min(pretraining.datasets)].detector  # the same for all datasets: vlbert.resume checks this
+    say("stage 3 of %s: pre-train", stages)
     pretrained = pretrain_flow(root, work, pretraining, detector)
 
     def start(settings: FinetuneSettings) -> Trained:
+        say("stage %s of %s: fine-tune %s", 4 + finetunings.index(settings), stages, settings.resolved_recipe.run)
         settings = dataclasses.replace(
             settings,
             pretraining=settings.pretraining or pretrained.run,
@@ -72,8 +78,15 @@ def pretrain_vlbert(
         return finetune_flow(root, work, settings)
 
     finetuned = run_finetunings(finetunings, start)
+    results = "\n\n".join(map(make_result, [pretrained, *finetuned]))
+    Artifact("pipeline", pretrained.run).show(lambda: results, now=True)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return PipelineResult(collected, detected, pretrained, finetuned, peak_bytes)
+
+
+def make_result(trained: Trained) -> str:
+    """Return the metrics of a run as Markdown: narrow, so that they are in view without scrolling."""
+    return f"**{escape(trained.run)}**\n\n{make_metrics_table(trained.metrics, {})}"
 
 
 def run_finetunings(

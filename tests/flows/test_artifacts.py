@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import signal
+import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from unittest.mock import MagicMock, Mock
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.exceptions import TerminationSignal
 
-from flows.artifacts import Artifact, log_errors, make_counts_table
+from flows.artifacts import Artifact, log_errors, log_reason, make_counts_table, stage_logger
 from flows.torchrun import Trained, show_training
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
@@ -123,3 +125,23 @@ def test_a_training_shows_its_heartbeat_and_its_curves_then_its_metrics(
     assert re.search(r"time left 1\\:02\\:03\n\n!\[curves\]\(data:image/svg", shown[1])
     assert re.search(r"\| accuracy +\| 0.500 +\|\n\| odd +\| – +\|\n\n", shown[2])
     assert r"step\-9" in shown[2]
+
+
+def test_the_log_of_a_pipeline_tells_its_stages_and_at_the_end_the_reason_of_a_failure(prefect_server):
+    @flow(name="stage")
+    def stage() -> None:
+        stage_logger().info("x: 3 of %s shards, 0:10 left", 9)
+        raise RuntimeError("torchrun\nit failed; its last lines:\n  | step 1\n  | vlbert train: no room")
+
+    @flow(name="pipeline", on_failure=[log_reason])
+    def pipeline() -> None:
+        stage_logger().info("stage 1 of 3: x")
+        stage()
+
+    run = pipeline(return_state=True).state_details.flow_run_id
+    query, deadline, lines = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run])), time.monotonic() + 30, []
+    with get_client(sync_client=True) as client:
+        while not any("failed: " in line for line in lines) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            lines = [log.message for log in client.read_logs(query) if log.name.endswith(".stage")]
+    assert lines == ["stage 1 of 3: x", "stage: x: 3 of 9 shards, 0:10 left", "failed: vlbert train: no room"]
