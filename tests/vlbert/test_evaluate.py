@@ -83,11 +83,11 @@ def test_a_split_is_evaluated_whole_and_in_its_order(refcoco, tmp_path, capsys):
     assert summary["examples"] == {"all": 12, "predicted": 12, "unreadable": 0, "skipped": 0, "invalid": 0}
     assert json.loads(json.dumps(summary)) == json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert summary["metrics"] == RefCOCO.metrics(None, rows)
-    assert summary["paper"] == {"accuracy_published": "79.88 base, 80.31 large"}
+    assert summary["paper"] == {"accuracy_published": "RefCOCO+ 79.88 base, 80.31 large"}
     assert (summary["trained_on"], summary["trained_on_this_split"]) == (["train"], False)
     assert {*contents(tmp_path / "out")} == FILES | {*summary["submission"]}
     printed = capsys.readouterr().out
-    assert "(reported in the paper, %: 79.88 base, 80.31 large)" in printed
+    assert "(reported in the paper, %: RefCOCO+ 79.88 base, 80.31 large)" in printed
     assert printed.splitlines()[-1] == f"evaluated val: {tmp_path / 'out'}"
     assert evaluated(refcoco, "memory", out=tmp_path / "memory")["trained_on_this_split"]
     with pytest.raises(ValueError, match=r"--task.validate_on=val is also in task.train_on=val,train"):

@@ -404,6 +404,7 @@ def test_options_of_transformers_loader_do_what_they_say_or_are_named(models):
     assert info == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
     seven, info = kind.from_pretrained(run, num_labels=7, ignore_mismatched_sizes=True, output_loading_info=True)
     assert seven.config.num_labels == seven.task.settings.answers == 7
+    assert seven.saved == {}, "the three answers are not its own"
     names = {name for name, _, _ in info["mismatched_keys"]}
     assert names == {name for name, one in seven.state_dict().items() if one.shape != model.state_dict()[name].shape}
     assert len(names) == 2
