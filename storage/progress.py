@@ -11,7 +11,7 @@ def progress_line(
 
     `left` is the time left in seconds; by default, it follows from the rate.
     """
-    breakdown = ", ".join(f"{count:,} {label}" for label, count in Counter(counts).most_common())
+    breakdown = ", ".join(f"{count:,} {label}" for label, count in Counter(dict(sorted(counts.items()))).most_common())
     rate = done / seconds if seconds > 0 else 0.0
     if left is None and rate:
         left = (total - done) / rate

@@ -36,6 +36,7 @@ def describe_foreign(start: bytes, reads: Collection[str] = ()) -> str:
         start: the first START_BYTES bytes of the file, or more
         reads: what the caller reads itself, such as gzip
     """
+    start = start[:START_BYTES]
     for name, pattern, hint in _FOREIGN:
         if name.rpartition(" ")[2] not in reads and re.match(pattern, start, re.DOTALL | re.IGNORECASE):
             return f"is {name}; {hint}"
@@ -56,4 +57,5 @@ def read_file(file: Path) -> bytes:
 
 def image_format(start: bytes) -> str:
     """Return the name of the format of a file that is not always read as an image, or ""."""
+    start = start[:START_BYTES]
     return next((name for name, pattern in _IMAGES.items() if re.match(pattern, start, re.DOTALL)), "")

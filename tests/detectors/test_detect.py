@@ -137,7 +137,7 @@ def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
     assert detect_pending(catalog, detector, lines.append) == 3
     assert detect_pending(catalog, detector, lines.append) == 0
     assert [line.partition(" shards: ")[0] for line in lines] == [f"captions: {n} of 3" for n in (1, 2, 3)]
-    assert lines[-1].startswith("captions: 3 of 3 shards: 3 regions, 3 ok, 1 no_annotation, 1 no_image; ")
+    assert lines[-1].startswith("captions: 3 of 3 shards: 3 ok, 3 regions, 1 no_annotation, 1 no_image; ")
     assert catalog.counts(stage_of(detector)) == {"no_annotation": 1, "no_image": 1, "ok": 3}
 
 

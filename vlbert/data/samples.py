@@ -113,22 +113,23 @@ def find_readable(samples: Samples) -> Sample:
 
 
 def row_in_list(samples: Samples, number: int) -> str:
-    """Return the place of a sample's caption in its list, as `vlbert failures` names places, or its URL."""
+    """Return the place of a sample's caption in its list, or its dataset and row, or its URL if that is not known."""
     if not isinstance(samples, ShardSamples):
         return samples.urls[number]
-    rows, source = _input_rows(samples.index.store, samples.index.path)
-    if source is None:
-        return samples.urls[number]
-    return Reading(**source["reading"]).location(source["list"].rpartition(" sha256:")[0], int(rows[number]))
+    rows, reading, origin = _input_rows(samples.index.store, samples.index.path)
+    return reading.location(origin, int(rows[number]))
 
 
 @functools.lru_cache(16)
-def _input_rows(store: ObjectStore, path: str) -> tuple[np.ndarray, dict | None]:
-    """Return the number of each sample's row in its list, int32 [S], and the manifest's source with the list."""
+def _input_rows(store: ObjectStore, path: str) -> tuple[np.ndarray, Reading, str]:
+    """Return the number of each sample's row in its list, int32 [S], and how the list was read, and its name."""
     rows = [table["row"].to_numpy().astype(np.int32) for table in read_columns(store, path, ["row"])]
-    catalog = Catalog(store, path.partition("/")[0])
+    dataset = path.partition("/")[0]
+    catalog = Catalog(store, dataset)
     headers = catalog.headers("images", catalog.shards("images")[:1])
-    return np.concatenate(rows), next((header.meta.get("source") for header in headers.values()), None)
+    source = next((header.meta.get("source") for header in headers.values()), None) or {}
+    reading = Reading(**source.get("reading", {"form": ""}))
+    return np.concatenate(rows), reading, source.get("list", dataset).rpartition(" sha256:")[0] or dataset
 
 
 def load_captions(samples: Samples) -> list[str]:
