@@ -139,7 +139,8 @@ class FasterRCNNDetector:
         on_cpu = settings.device_type == "cpu"
         # Threads that prepare the next images and select the regions of the last ones. A GPU would wait for one thread.
         self.workers = 1 if on_cpu else min(8, os.cpu_count() or 1)
-        self.networks = torch.get_num_threads() if on_cpu else 1  # batches that are computed at the same time
+        # Batches that are computed at the same time. Each takes up to 0.5 GB on a CPU.
+        self.networks = min(8, torch.get_num_threads()) if on_cpu else 1
         self.id, self.metadata = describe_detector(network.config, weights, settings, backend)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
@@ -166,8 +167,8 @@ class FasterRCNNDetector:
                         runs.append(networks.submit(run, batches.pop(image.pixels.shape)))
                 for future in [*runs, *(networks.submit(run, batch) for batch in batches.values())]:
                     future.result()
-            finally:  # after an error or SIGTERM, only batches that have begun are finished
-                networks.shutdown(cancel_futures=True)
+            finally:  # after an error or SIGTERM, do not wait: the claims must be released first
+                networks.shutdown(wait=False, cancel_futures=True)
             return [result if isinstance(result, str) else result.result() for _, result in sorted(results.items())]
 
     def describe_speed(self, samples: Sequence[Sample]) -> str:
