@@ -59,12 +59,12 @@ def image_features(
 
 
 def literal(value: bytes) -> str:
-    """As Python 3 writes str(bytes); base64.encodebytes broke the lines."""
+    """Return base64 as Python 3 writes str(bytes), with the line ends of base64.encodebytes."""
     return str(base64.encodebytes(base64.b64decode(value)))
 
 
 def packed(array: np.ndarray) -> dict[bytes, Any]:
-    """As the library msgpack_numpy packs an array."""
+    """Return an array as the library msgpack_numpy packs it."""
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
@@ -150,7 +150,7 @@ def write_lmdb(
 
 
 def write_mmf(folder: Path, images: Sequence[ImageFeatures], background: bool = True, spare: int = 0) -> Path:
-    """As mmf's lmdb_conversion.py writes: num_boxes says how many of an array's rows are boxes; `spare` rows more.
+    """Write an LMDB as mmf's lmdb_conversion.py does: num_boxes says how many rows are boxes; `spare` more follow.
 
     background: without class probabilities, else those of the foreground alone.
     """
@@ -167,7 +167,7 @@ def write_mmf(folder: Path, images: Sequence[ImageFeatures], background: bool = 
 
 
 def write_uniter(folder: Path, images: Sequence[ImageFeatures], compressed: bool, **changes: Any) -> Path:
-    """As UNITER's convert_imgdir.py writes. changes: of the last image's arrays."""
+    """Write an LMDB as UNITER's convert_imgdir.py does. changes: of the last image's arrays."""
     with lmdb.open(str(folder), map_size=2**28) as database, database.begin(write=True) as writing:
         for image in images:
             corners = image.boxes / [image.width, image.height, image.width, image.height]

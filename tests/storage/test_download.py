@@ -54,7 +54,7 @@ def encoded(encoding: bytes, body: bytes = JPEG) -> Answer:
 
 
 def headless(data: bytes) -> bytes:
-    """What `deflate` means to some servers: the stream without zlib's header."""
+    """Return the stream without zlib's header, which is what some servers call `deflate`."""
     return zlib.compress(data)[2:-4]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import Row
-from storage.object_store import open_store
+from storage.object_store import StorageUnreachable, open_store
 from storage.sample import Sample
 from training.checkpoint import Writer
 from training.distributed import World
@@ -274,6 +275,18 @@ def test_a_text_that_its_task_does_not_limit_is_left_out_by_name(tmp_path, liste
     name = "my list.tsv" if listed else "captions"
     reason = f"{name}, row 6: its text has 702 tokens, but the model reads at most 62"
     assert (one.key, one.reason, one.cut) == (a_sample(5).key, f"sample {one.key}: {reason}", False)
+
+
+def test_a_storage_that_is_away_costs_a_cut_text_only_its_place(tmp_path, monkeypatch):
+    data = loaded.training_data(a_root(tmp_path, {5: wordy}), batch=4, text_batch=0)
+
+    def away(*_: object) -> None:
+        raise StorageUnreachable("no answer")
+
+    monkeypatch.setattr("vlbert.data.samples.read_columns", away)
+    (one,) = [one for step in range(4) for batch in data[step] for one in batch.unreadable]
+    assert (one.key, one.cut) == (a_sample(5).key, True)
+    assert re.search(r"^sample 5 of captions/regions/.*: it has 700 tokens", one.reason)
 
 
 def test_a_log_names_a_thousand_cut_texts_and_no_more(tmp_path):

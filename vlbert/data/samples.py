@@ -8,7 +8,7 @@ import numpy as np
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.collect.rows import Reading
-from storage.object_store import ObjectStore
+from storage.object_store import ObjectStore, StorageUnreachable
 from storage.order import mix, shuffled
 from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
@@ -113,10 +113,16 @@ def find_readable(samples: Samples) -> Sample:
 
 
 def row_in_list(samples: Samples, number: int) -> str:
-    """Return the place of a sample's caption in its list, or its dataset and row, or its URL if that is not known."""
+    """Return the place of a sample's caption in its list, or its dataset and row, or its URL if that is not known.
+
+    If the storage is unreachable, its number in the snapshot is returned: a run does not end for want of a message.
+    """
     if not isinstance(samples, ShardSamples):
         return samples.urls[number]
-    rows, reading, origin = _input_rows(samples.index.store, samples.index.path)
+    try:
+        rows, reading, origin = _input_rows(samples.index.store, samples.index.path)
+    except StorageUnreachable:
+        return f"sample {number} of {samples.index.path}"
     return reading.location(origin, int(rows[number]))
 
 
