@@ -104,7 +104,8 @@ def test_the_arguments_of_kubernetes_are_understood():
 
 def test_each_target_of_make_is_listed_by_make_help():
     targets = re.search(r"^\.PHONY: (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    listed = subprocess.run(["make", "--no-print-directory", "help"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    command = ["make", "--no-print-directory", "help"]  # also below `make test`
+    listed = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
     assert sorted(line.partition(":")[0] for line in listed.splitlines()) == sorted(targets)
 
 
