@@ -14,7 +14,7 @@ export DO_NOT_TRACK := 1
 
 .PHONY: demo demo-full compare ui serve test test-all lint format docs clean install help
 
-demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on them: 5 to 7 minutes on 2 cores
+demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on them: 5 to 9 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
@@ -31,7 +31,7 @@ ui: $(VENV)/installed  ## start Prefect's UI and a worker on a finished demo, to
 serve: $(VENV)/installed  ## start Prefect's server and a worker with the deployments of prefect.yaml
 	$(BIN)/python -m vlbert serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
 
-test: $(VENV)/installed lint  ## run the quick tests: 4 minutes on 2 cores
+test: $(VENV)/installed lint  ## run the quick tests: 4 to 7 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: $(VENV)/installed lint  ## run the quick and slow tests: an hour
