@@ -158,8 +158,8 @@ def test_a_detection_on_both_nodes_makes_no_shard_twice(cluster: Cluster, tmp_pa
     stage = ["--nodes=2", "--ntasks=2", f"--output={log}", "docker/slurm/stage.sbatch", *detection]
     job = cluster.submit(*stage, SLURM_LABELIO="1")  # each line begins with the number of its task
     wait_until(lambda: cluster.state(job) == "COMPLETED", 90, lambda: log.read_text() if log.exists() else "no log")
-    counts = re.findall(r"^(\d): captions: \d+ of \d+ shards: .*?\b(\d+) images", log.read_text(), re.MULTILINE)
-    made = {task: int(images) for task, images in counts}  # the last line of each counts what it committed
+    counts = re.findall(r"^(\d): captions: \d+ of \d+ shards: .*?\b(\d+) ok", log.read_text(), re.MULTILINE)
+    made = {task: int(ok) for task, ok in counts}  # the last line of each counts what it committed
     assert sum(made.values()) == SHARDS
     assert made.keys() == {"0", "1"}
     assert all(made.values())
