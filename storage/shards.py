@@ -5,7 +5,6 @@ itself, because training reads a sample with one pread at any offset. tarfile an
 """
 
 import io
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from storage.sample import BadSample, Sample, from_members, to_members
 SHARD_VERSION = 1
 EXTENSIONS = ("jpg", "json", "mp")  # in this order within a sample
 _BLOCK = 512  # bytes; headers and contents of a tar begin at multiples of it
-_RECORD = 10240  # bytes; a tar is padded to a multiple of it
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+=-]*")  # no dot, because WebDataset ends the key at the first one
 _ZEROS = bytes(_BLOCK)
 
@@ -56,44 +54,22 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
     return spans
 
 
-def read_shard(data: bytes, name: str = "the shard") -> Iterator[Sample | BadSample]:
-    """Yield the samples of a tar in order, with a BadSample in place of each invalid sample.
+def read_samples(data: bytes, spans: Iterable[Span], name: str) -> Iterator[Sample | BadSample]:
+    """Yield the samples of a tar at the given spans, with a BadSample in place of each invalid sample.
 
-    Raises ValueError, naming the member and its offset, if the tar is truncated or does not have the layout of a shard.
-    `name` is for error messages.
+    Raises ValueError, naming the member and its offset, if a span is not exactly one sample. `name` is for error
+    messages.
     """
-    if not data or len(data) % _RECORD:
-        raise ValueError(
-            f"{name} is truncated: {len(data)} bytes are no multiple of {_RECORD}; delete it and write the shard again"
-        )
-    seen = set()
-    for key, offset, ranges in _parse_samples(data, name, whole=True):
-        if key in seen:
-            raise ValueError(f"{name}: key {key} occurs twice, again at byte {offset}; write the shard again")
-        seen.add(key)
+    for span in spans:
         try:
-            yield _decode_sample(data, key, ranges, name)
+            yield read_span(data[span.offset : span.offset + span.length], f"{name} at byte {span.offset}")
         except BadSample as error:
             yield error
 
 
 def read_span(data: bytes, name: str = "the span") -> Sample:
     """Decode a sample from the bytes of its Span. Raises ValueError if they are not exactly one valid sample."""
-    return _decode_sample(data, *span_members(data, name), name)
-
-
-_Ranges = dict[str, tuple[int, int]]  # extension -> start and end of the member's content
-
-
-def span_members(data: bytes, name: str = "the span") -> tuple[str, _Ranges]:
-    """Return a sample's key and its members' byte ranges. Raises ValueError if the span does not have one sample."""
-    samples = list(_parse_samples(data, name))
-    if len(samples) != 1:
-        raise ValueError(f"{name}: {len(data)} bytes hold {len(samples)} samples, not one; rebuild the index")
-    return samples[0][0], samples[0][2]
-
-
-def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
+    key, ranges = span_members(data, name)
     view = memoryview(data)
     try:
         return from_members(key, {extension: view[start:end] for extension, (start, end) in ranges.items()})
@@ -101,29 +77,16 @@ def _decode_sample(data: bytes, key: str, ranges: _Ranges, name: str) -> Sample:
         raise BadSample(f"{name}: {error}; write the shard again", key) from error
 
 
-def _parse_samples(data: bytes, name: str, whole: bool = False) -> Iterator[tuple[str, int, _Ranges]]:
-    """Yield (key, offset, members' byte ranges) for each sample. With `whole`, the data must be a complete tar."""
-    for key, group in itertools.groupby(_parse_members(data, name, whole), key=lambda member: member[0]):
-        members, ranges = list(group), {}
-        for _, extension, offset, start, end in members:
-            if extension in ranges:
-                raise ValueError(
-                    f"{name}: member {key}.{extension} at byte {offset} occurs twice; write the shard again"
-                )
-            ranges[extension] = start, end
-        yield key, members[0][2], ranges
+def span_members(data: bytes, name: str = "the span") -> tuple[str, dict[str, tuple[int, int]]]:
+    """Return a sample's key, and the start and the end of each member's content, keyed by extension.
 
-
-def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield (key, extension, offset of the header, start of the content, end of the content) for each member.
-
-    With `whole`, the data must be a complete tar that ends with two or more blocks of zeros.
+    Raises ValueError, naming the member and its offset, if the span does not have exactly one sample.
     """
-    position = 0
+    members, position = {}, 0
     while position < len(data):
         header = data[position : position + _BLOCK]
         if header == _ZEROS:
-            break
+            raise ValueError(f"{name}: zeros at byte {position}, where a member should begin; rebuild the index")
         kind, member, size = _parse_header(header, name, position)
         start = position + _BLOCK
         end = start + size
@@ -141,12 +104,14 @@ def _parse_members(data: bytes, name: str, whole: bool) -> Iterator[tuple[str, s
                 f"{name}: member {member!r} at byte {position} belongs to no sample (KEY.jpg, KEY.json, KEY.mp); "
                 "write the shard again without it"
             )
-        yield key, extension, position, start, end
+        if (key, extension) in members:
+            raise ValueError(f"{name}: member {member} at byte {position} occurs twice; write the shard again")
+        members[key, extension] = start, end
         position = padded_end
-    if whole and (len(data) - position < 2 * _BLOCK or data[position:].count(0) != len(data) - position):
-        raise ValueError(f"{name} is truncated: no end of tar at byte {position}; delete it and write the shard again")
-    if not whole and position != len(data):
-        raise ValueError(f"{name}: zeros at byte {position}, where a member should begin; rebuild the index")
+    keys = {key for key, _ in members}
+    if len(keys) != 1:
+        raise ValueError(f"{name}: {len(data)} bytes hold {len(keys)} samples, not one; rebuild the index")
+    return keys.pop(), {extension: content for (_, extension), content in members.items()}
 
 
 def _octal(field: bytes) -> int:

@@ -32,7 +32,7 @@ from storage.manifests import MANIFEST_VERSION, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
-from storage.shards import SHARD_VERSION, read_shard
+from storage.shards import SHARD_VERSION, Span, read_samples
 from storage.snapshots import FROM_MANIFEST, ShardIndex, Snapshot, read_index, write_snapshot
 from storage.withdrawn import WITHDRAWN
 
@@ -119,7 +119,8 @@ class Catalog:
             raise ValueError(f"{uri} is missing; {hint}") from error
         if (sha256 := hashlib.sha256(data).hexdigest()) != manifest.tar_sha256:
             raise ValueError(f"{uri} is damaged: its sha256 is {sha256[:12]}...; {hint}")
-        return read_shard(data, uri)
+        rows = manifest.ok().select(["key", "offset", "length"]).to_pylist()
+        return read_samples(data, (Span(**row) for row in rows), uri)
 
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
         """Return the sorted names of the shards of stage `source` that stage `target` must still make.
