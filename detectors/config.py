@@ -37,8 +37,8 @@ class ImportedFeatures:
     __pydantic_config__ = FORM
 
     files: tuple[str, ...] = ()
-    """TSV or LMDB files, or zips or folders of JSON or .npz files. Together they are one detector: give the same list
-    for all datasets of a training run."""
+    """TSV, LMDB or HDF5 files, or zips or folders of JSON or .npz files. Together they are one detector: give the same
+    list for all datasets of a training run."""
     match: Literal["file_name", "number", "url", "key"] = "file_name"
     """Property of a sample that must equal the image id of a row: `file_name`, the file name in the image's URL,
     without folder and extension; `number`, the number at its end, such as 391895 of COCO_val2014_000000391895.jpg;

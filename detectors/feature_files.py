@@ -1,9 +1,9 @@
 """Formats of other projects' feature files, which have a row of boxes and features per image.
 
-The formats are TSV, JSON, .npz and LMDB. A row is read as a dict from our field names (`FIELDS`) to values as the
+The formats are TSV, JSON, .npz, LMDB and HDF5. A row is read as a dict from our field names (`FIELDS`) to values as the
 file stores them: text, base64 of little-endian numbers, numbers or arrays. detectors/imported.py converts the values.
-The files are untrusted: storage/pickles.py reads pickled values, and detectors/feature_reader.py calls this module in a
-child process. Messages begin after the name of the file or row.
+The files are untrusted: storage/pickles.py reads pickled values, links to other files are not followed, and
+detectors/feature_reader.py calls this module in a child process. Messages begin after the name of the file or row.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def open_rows(path: Path) -> FeatureRows:
     if start.startswith(b"PK\x03\x04"):
         return _open_members(path)
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
-        raise UnusableFile("is an HDF5 file, which is not read; make an LMDB of it, as with volta's h5_to_lmdb.py")
+        return _open_h5(path)
     return _open_lmdb(path) if path.is_dir() or start[16:20] == _LMDB_MAGIC else _open_tsv(path)
 
 
@@ -199,6 +199,37 @@ def _open_lmdb(path: Path) -> FeatureRows:
     with database.begin() as transaction, transaction.cursor() as cursor:
         keys = [bytes(key) for key in cursor.iternext(values=False) if key not in _NOT_ROWS]
     return FeatureRows([_unquote(key) for key in keys], partial(sha256_of, file), fields)
+
+
+def _open_h5(path: Path) -> FeatureRows:
+    """Open an HDF5 file with a group per image, the format of the project volta."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise UnusableFile("is an HDF5 file; to read it, run pip install 'vlbert[features]'") from error
+    file = h5py.File(path, "r", locking=False)
+
+    def is_inside(group: Any, name: str, kind: type) -> bool:
+        """Return True if `name` in `group` is an object of type `kind` in this file, not in a linked file."""
+        return isinstance(group.get(name, getlink=True), h5py.HardLink) and group.get(name, getclass=True) is kind
+
+    names = [name for name in file if is_inside(file, name, h5py.Group)]
+    if not names:
+        keys = ", ".join(map(printable, list(file)[:5]))
+        raise UnusableFile(
+            f"has {keys} but no group for each image, so its regions cannot be assigned to images; "
+            "docs/detector.md describes the format"
+        )
+
+    def fields(row: int) -> Iterable[tuple[str, Any]]:
+        group = file[names[row]]
+        for name in (name for name in group if name in _OURS):
+            value = group[name] if is_inside(group, name, h5py.Dataset) else None
+            if value is None or value.is_virtual or value.external or value.dtype.kind not in "fiuSO":
+                raise ValueError(f"{name} is not a dataset of numbers in this file")
+            yield name, value[()]
+
+    return FeatureRows(names, partial(sha256_of, path), fields)
 
 
 def _read_npz(data: bytes) -> list[tuple[str, np.ndarray]]:

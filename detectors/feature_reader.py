@@ -1,7 +1,7 @@
 """Feature files, opened and read in a child process.
 
-The library that reads LMDB trusts the offsets in a file, so a damaged file can crash a process, or make it loop or
-allocate without end. Therefore a child with limits reads all formats (detectors/feature_files.py).
+The libraries that read LMDB and HDF5 trust the offsets in a file, so a damaged file can crash a process, or make it
+loop or allocate without end. Therefore a child with limits reads all formats (detectors/feature_files.py).
 """
 
 import functools
@@ -113,7 +113,7 @@ def _answer_requests(connection: Connection) -> None:
 
 def _read(opened: dict[Path, FeatureRows], path: Path, row: int | None) -> Any:
     if row is None:
-        opened.pop(path, None)  # closed first, because LMDB does not open a file twice
+        opened.pop(path, None)  # closed first, because LMDB and HDF5 do not open a file twice
     if path not in opened:  # also after a crash
         opened[path] = open_rows(path)
     return (list(opened[path].names), opened[path].sha256()) if row is None else opened[path].read(row)

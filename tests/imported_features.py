@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import lmdb
 import msgpack
 import numpy as np
@@ -135,11 +136,10 @@ def write_lmdb(
     changes: dict[str, Any] | None = None,
     arrays: bool = True,
     raw: bytes | None = None,
-    last: bool = False,
 ) -> Path:
-    """arrays: pickled as such, else as base64. raw: the last image's value. last: as detectron2 orders classes."""
+    """arrays: pickled as such, else as base64. raw: the last image's value."""
     with lmdb.open(str(folder), map_size=2**28) as database, database.begin(write=True) as writing:
-        for name, fields in _fields(images, [*BOTTOM_UP, "cls_prob", "obj_id"], changes, last).items():
+        for name, fields in _fields(images, [*BOTTOM_UP, "cls_prob", "obj_id"], changes).items():
             if arrays:
                 fields |= {"image_w": np.int64(fields["image_w"])}
             else:
@@ -185,3 +185,13 @@ def write_uniter(folder: Path, images: Sequence[ImageFeatures], compressed: bool
             writing.put(f"{image.name}.npz".encode(), stream.getvalue() if compressed else value)
         writing.put(b"__keys__", json.dumps([f"{image.name}.npz" for image in images]).encode())
     return folder
+
+
+def write_h5(file: Path, images: Sequence[ImageFeatures], changes: dict[str, Any] | None = None) -> Path:
+    """As detectron2 orders classes: the background last."""
+    names = ["img_w", "img_h", "boxes", "features", "cls_prob", "obj_id", "obj_conf"]
+    with h5py.File(file, "w") as stream:
+        for image, fields in _fields(images, names, changes, last=True).items():
+            for name, value in fields.items():
+                stream[f"{image}/{name}"] = value
+    return file
