@@ -6,6 +6,7 @@ ROOT/runs/<run>/step-0000100/                 a checkpoint: the above, optimizer
 """
 
 import itertools
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vlbert.tasks.base import TaskModel
 
 _COUNTER = ".num_batches_tracked"
+_LONGEST = 1000  # characters of an error that lists tensors
 VOCABULARY, TASK = "vocab.txt", "task.json"
 DETECTOR = "detector.safetensors"  # weights of the region detector; vlbert.hf saves them with a model
 MODEL_TYPE = "vlbert"  # by this, transformers' Auto classes recognise a config.json of vlbert.hf
@@ -201,11 +203,6 @@ def read_model(folder: str | Path) -> Checkpoint:
     return read_checkpoint(LocalStore(str(folder)), "")
 
 
-def strip_paths(config: ModelConfig) -> ModelConfig:
-    """Return the configuration without `regions.weights`, a path that is valid only on this machine."""
-    return replace(config, regions=replace(config.regions, weights=None))
-
-
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
     """Read a checkpoint or, if `path` is "", the model in the store's root folder.
 
@@ -290,24 +287,13 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load the tensors into `model`. Raises ValueError if a tensor is missing, unexpected or has the wrong shape."""
+    """Load the tensors into `model`. Raises ValueError if a tensor is missing, unexpected or has the wrong shape.
+
+    Only trained BatchNorms count batches: a file may lack a counter of the model, or have one that the model lacks.
+    """
     wanted = model.state_dict()
-    # Only trained BatchNorms count batches: a file may lack a counter of the model, or have one that the model lacks.
     tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}
-    tensors |= {name: t for name, t in wanted.items() if name.endswith(_COUNTER) and name not in tensors}
-    check_tensors(wanted, tensors, source)
-    model.load_state_dict(tensors)
-
-
-def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], source: str) -> None:
-    """Raise ValueError if the names or shapes of `tensors` differ from those of `wanted`, a model's state dict."""
-    problems = [f"lacks {name}" for name in sorted(wanted.keys() - tensors.keys())]
-    problems += [f"has {name}, which the model lacks" for name in sorted(tensors.keys() - wanted.keys())]
-    problems += [
-        f"has {name} as {tuple(tensors[name].shape)}, but the model has {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & tensors.keys())
-        if wanted[name].shape != tensors[name].shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{source} does not fit the model: it {'; '.join(problems[:5])}{more}")
+    try:
+        model.load_state_dict(tensors)  # torch keeps counters that a dict without versions lacks
+    except RuntimeError as error:
+        raise ValueError(f"{source} does not fit the model. {textwrap.shorten(str(error), _LONGEST)}") from error
