@@ -209,11 +209,6 @@ def read_model(folder: str | Path) -> Checkpoint:
     return read_checkpoint(LocalStore(str(folder)), "")
 
 
-def strip_paths(config: ModelConfig) -> ModelConfig:
-    """Return the configuration without `regions.weights`, a path that is valid only on this machine."""
-    return replace(config, regions=replace(config.regions, weights=None))
-
-
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
     """Read a checkpoint or, if `path` is "", the model in the store's root folder.
 
