@@ -135,18 +135,15 @@ def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str,
     return details
 
 
-def make_metrics_table(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> str:
-    """Return a Markdown table of metrics next to the paper's numbers (`reported`), or "" if it would be empty.
+def make_metrics_table(metrics: Mapping[str, float | None]) -> str:
+    """Return a Markdown table of metrics, or "" if it would be empty.
 
     Metrics whose names contain a slash, such as accuracy/yes/no, are left out, because there are too many of them.
     """
     rows = [
-        (escape(name), "–" if value is None else f"{value:.3f}", escape(reported.get(name, "")))
-        for name, value in metrics.items()
-        if "/" not in name
+        (escape(name), "–" if value is None else f"{value:.3f}") for name, value in metrics.items() if "/" not in name
     ]
-    width = 3 if reported else 2
-    return markdown(("metric", "value", "the paper, %")[:width], [row[:width] for row in rows]) if rows else ""
+    return markdown(("metric", "value"), rows) if rows else ""
 
 
 def escape(text: str) -> str:

@@ -86,7 +86,7 @@ def pretrain_vlbert(
 
 def make_result(trained: Trained) -> str:
     """Return the metrics of a run as Markdown: narrow, so that they are in view without scrolling."""
-    return f"**{escape(trained.run)}**\n\n{make_metrics_table(trained.metrics, {})}"
+    return f"**{escape(trained.run)}**\n\n{make_metrics_table(trained.metrics)}"
 
 
 def run_finetunings(

@@ -141,14 +141,14 @@ class PretrainSettings(TrainingSettings):
 class FinetuneSettings(TrainingSettings):
     """Settings of a fine-tuning run. The run starts from a pre-trained checkpoint or, for comparison, without one."""
 
-    task: Literal["refcoco", "vqa", "vcr", "retrieval"] = "refcoco"
+    task: Literal["refcoco", "vqa", "vcr", "retrieval", "labels"] = "refcoco"
     """Task of vlbert/tasks."""
     recipe: str = ""
     """Recipe of vlbert/recipes/, with its arguments; empty: finetune_TASK."""
     folder: str = ""
     """Local folder with the task's annotations, as published by its authors."""
     dataset: str = ""
-    """Dataset to train on; empty: refcoco+, vqa, vcr or flickr30k, according to the task."""
+    """Dataset to train on; empty: refcoco+, vqa, vcr, flickr30k or pairs, according to the task."""
     detector: str | None = None
     """Id of the detector whose regions to read; None: the pipeline's, or the only one that exists."""
     pretraining: str = ""
@@ -162,7 +162,8 @@ class FinetuneSettings(TrainingSettings):
     @property
     def dataset_name(self) -> str:
         """Name of the dataset: `dataset`, or the task's default if that is empty."""
-        return self.dataset or {"refcoco": "refcoco+", "retrieval": "flickr30k"}.get(self.task, self.task)
+        defaults = {"refcoco": "refcoco+", "retrieval": "flickr30k", "labels": "pairs"}
+        return self.dataset or defaults.get(self.task, self.task)
 
     @property
     def recipe_name(self) -> str:

@@ -31,7 +31,6 @@ class Evaluated:
     split: str
     folder: str  # URI of the folder with its files
     metrics: dict[str, float | None]
-    paper: dict[str, str]  # metric -> number that the paper reports on that split, in %
     submission: tuple[str, ...]  # names of the files for a leaderboard
 
 
@@ -105,7 +104,7 @@ def evaluate(root: str, settings: FinetuneSettings, trained: Trained, fields: di
             peak_bytes = max(peak_bytes, torchrun("vlbert.evaluation.evaluate", command, settings.processes, log))
             result = parse_json(store.get(f"{folder}/metrics.json"), store.uri(f"{folder}/metrics.json"))
         submission = tuple(result["submission"])
-        evaluated.append(Evaluated(split, store.uri(folder), result["metrics"], result["paper"], submission))
+        evaluated.append(Evaluated(split, store.uri(folder), result["metrics"], submission))
     seconds = trained.seconds + time.monotonic() - started
     return replace(trained, evaluated=tuple(evaluated), seconds=seconds, peak_bytes=peak_bytes)
 
@@ -177,10 +176,10 @@ def show_training(stage: str, root: str, run: str, log: Log, training: Callable[
         return escape(progress) + (f"\n\n![curves]({image})" if image else "")
 
     def result_page() -> str:
-        parts = [f"{escape(trained.checkpoint)}\n\n{make_metrics_table(trained.metrics, {})}", progress_page(str)]
+        parts = [f"{escape(trained.checkpoint)}\n\n{make_metrics_table(trained.metrics)}", progress_page(str)]
         for split in trained.evaluated:
             files = ", ".join(["index.html", *split.submission])
-            parts.append(f"{escape(f'{split.folder}: {files}')}\n\n{make_metrics_table(split.metrics, split.paper)}")
+            parts.append(f"{escape(f'{split.folder}: {files}')}\n\n{make_metrics_table(split.metrics)}")
         return "\n\n".join(parts)
 
     trained = training(lambda: artifact.show(progress_page))

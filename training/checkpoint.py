@@ -259,6 +259,28 @@ def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
         raise ValueError(f"{uri} is truncated or not a safetensors file ({printable(error)}); {fix}") from error
 
 
+def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return a message for each tensor that is missing, unexpected, not finite, or of the wrong shape or dtype."""
+    errors = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    errors += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
+    for name in sorted(expected.keys() & tensors.keys()):
+        tensor, shape = tensors[name], list(expected[name].shape)
+        if tensor.layout != torch.strided or list(tensor.shape) != shape:
+            errors.append(f"{name} has shape {list(tensor.shape)}, but the network has {shape}")
+        elif tensor.is_floating_point() != expected[name].is_floating_point():
+            errors.append(f"{name} has dtype {tensor.dtype}, but the network has {expected[name].dtype}")
+        elif not torch.isfinite(tensor).all():
+            errors.append(f"{name} is not finite")
+    return errors
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
+    """Raise ValueError if `tensors` do not fit `expected`. The error's text is `message` and up to 20 mismatches."""
+    if errors := find_tensor_errors(tensors, expected):
+        more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
+        raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")
+
+
 def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimizer's moments and step counts from a checkpoint of this model."""
     parameters = dict(model.named_parameters())

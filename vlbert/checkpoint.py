@@ -30,7 +30,15 @@ from storage.runs import (
 )
 from storage.safe_json import short_repr
 from storage.settings import from_json, to_json
-from training.checkpoint import MODEL, OPTIMIZER, Writer, load_tensors, optimizer_tensors, write_checkpoint
+from training.checkpoint import (
+    MODEL,
+    OPTIMIZER,
+    Writer,
+    check_tensors,
+    load_tensors,
+    optimizer_tensors,
+    write_checkpoint,
+)
 from vlbert.config import ModelConfig, Recipe
 from vlbert.data.vocabulary import Vocabulary
 
@@ -201,11 +209,6 @@ def read_model(folder: str | Path) -> Checkpoint:
     return read_checkpoint(LocalStore(str(folder)), "")
 
 
-def strip_paths(config: ModelConfig) -> ModelConfig:
-    """Return the configuration without `regions.weights`, a path that is valid only on this machine."""
-    return replace(config, regions=replace(config.regions, weights=None))
-
-
 def read_checkpoint(store: ObjectStore, path: str, tensors: bool = True) -> Checkpoint:
     """Read a checkpoint or, if `path` is "", the model in the store's root folder.
 
@@ -290,24 +293,10 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load the tensors into `model`. Raises ValueError if a tensor is missing, unexpected or has the wrong shape."""
+    """Load the tensors into `model`. Raises ValueError if a tensor is missing, unexpected or does not fit."""
     wanted = model.state_dict()
     # Only trained BatchNorms count batches: a file may lack a counter of the model, or have one that the model lacks.
     tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}
     tensors |= {name: t for name, t in wanted.items() if name.endswith(_COUNTER) and name not in tensors}
-    check_tensors(wanted, tensors, source)
+    check_tensors(tensors, wanted, f"{source} does not fit the model")
     model.load_state_dict(tensors)
-
-
-def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], source: str) -> None:
-    """Raise ValueError if the names or shapes of `tensors` differ from those of `wanted`, a model's state dict."""
-    problems = [f"lacks {name}" for name in sorted(wanted.keys() - tensors.keys())]
-    problems += [f"has {name}, which the model lacks" for name in sorted(tensors.keys() - wanted.keys())]
-    problems += [
-        f"has {name} as {tuple(tensors[name].shape)}, but the model has {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & tensors.keys())
-        if wanted[name].shape != tensors[name].shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{source} does not fit the model: it {'; '.join(problems[:5])}{more}")

@@ -17,6 +17,7 @@ from detectors.weights.tensor_files import read_safetensors
 from storage.digests import sha256_of
 from storage.safe_json import parse_json, short_repr
 from storage.settings import as_arguments, from_json
+from training.checkpoint import check_tensors
 
 RESNET = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
@@ -155,25 +156,3 @@ def check_resnet(config: ResNetConfig, file: Path, names: Sequence[str], setting
         if theirs != ours:
             (argument,) = as_arguments({f"{setting}.{name}": theirs})
             raise ValueError(f"{file} was trained with resnet.{name} = {theirs}, not {ours}; set {argument}")
-
-
-def find_tensor_errors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return a message for each tensor that is missing, unexpected, not finite, or of the wrong shape or dtype."""
-    errors = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    errors += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        tensor, shape = tensors[name], list(expected[name].shape)
-        if tensor.layout != torch.strided or list(tensor.shape) != shape:
-            errors.append(f"{name} has shape {list(tensor.shape)}, but the network has {shape}")
-        elif not tensor.is_floating_point():
-            errors.append(f"{name} has dtype {tensor.dtype}, not a floating-point type")
-        elif not torch.isfinite(tensor).all():
-            errors.append(f"{name} is not finite")
-    return errors
-
-
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], message: str) -> None:
-    """Raise ValueError if `tensors` do not fit `expected`. The error's text is `message` and up to 20 mismatches."""
-    if errors := find_tensor_errors(tensors, expected):
-        more = f"; and {len(errors) - 20} more" if len(errors) > 20 else ""
-        raise ValueError(f"{message}: {'; '.join(errors[:20])}{more}")

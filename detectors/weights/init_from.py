@@ -8,17 +8,10 @@ from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNN, cell_anchors
 from detectors.preprocess import PIXEL_MEAN_BGR
-from detectors.weights.files import (
-    ANCHORS,
-    COUNTER,
-    RESNET,
-    check_resnet,
-    check_tensors,
-    find_tensor_errors,
-    read_metadata,
-)
+from detectors.weights.files import ANCHORS, COUNTER, RESNET, check_resnet, read_metadata
 from detectors.weights.releases import VLBERT, to_our_name
 from detectors.weights.tensor_files import is_safetensors, read_tensors, unwrap_names
+from training.checkpoint import check_tensors, find_tensor_errors
 
 RPN, HEADS = "proposal_generator.", "roi_heads.box_predictor."
 # torchvision's ResNets take red, green, blue in 0..1, minus this mean, divided by this standard deviation.

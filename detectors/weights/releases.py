@@ -19,9 +19,10 @@ from torch import Tensor
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import RESNET101
-from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, COUNTER, RESNET, check_tensors
+from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, COUNTER, RESNET
 from detectors.weights.tensor_files import is_safetensors, read_safetensors, read_tensors, unwrap_names
 from storage.digests import sha256_of
+from training.checkpoint import check_tensors
 
 # Tensors that a file may have besides weights, and the values that they must have: this network's, in BGR order.
 _PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}

@@ -225,6 +225,17 @@ def proposal_of_each(boxes: np.ndarray, proposals: torch.Tensor) -> np.ndarray:
     return distance.argmin(axis=1)
 
 
+@torch.inference_mode()
+def test_features_are_res5_of_roi_pool_at_stride_16_for_any_number_of_boxes_at_a_time():
+    network, rng = FasterRCNN.random_init(SMALL, seed=1), torch.Generator().manual_seed(0)
+    c4 = torch.randn(2, SMALL.resnet.c4_channels, 11, 14, generator=rng)
+    boxes = (torch.rand(2, 9, 2, 2, generator=rng) * torch.tensor([224, 168])).sort(dim=2).values.flatten(2)
+    pooled = torchvision.ops.roi_pool(c4, list(boxes), SMALL.pool_size, spatial_scale=1 / 16)
+    expected = network.roi_heads.res5(pooled).mean(dim=(2, 3))
+    for network.rois_at_a_time in (None, 4):
+        assert torch.allclose(network.roi_features(c4, list(boxes)), expected, atol=1e-5)
+
+
 def test_regions_are_proposals_in_pixels_of_the_stored_image():
     detector = random_init(seed=1, keep_features=True)
     (regions,) = detector.detect([TURNED])

@@ -45,6 +45,13 @@ def test_the_form_in_the_flow_ui_describes_every_setting():
     assert [name for name, field in fields.items() if not field.get("description")] == []
 
 
+def test_labels_of_ones_own_are_a_task_of_the_pipeline():
+    settings = FinetuneSettings("labels", overrides=("--task.train=labels.csv",))
+    recipe = settings.resolved_recipe
+    assert (recipe.name, recipe.task.files) == ("finetune_labels_base", ("labels.csv",))
+    assert settings.dataset_name in recipe.data.datasets
+
+
 PRECOMPUTED = {"recipe": "pretrain_vlbert --features precomputed", "overrides": ()}
 REFUSED = [
     ("datasets", {"detector": {"misspelt": 1}}, r"datasets.0.detector.misspelt: Unexpected"),

@@ -139,6 +139,7 @@ def test_what_is_done_is_not_repeated_and_stands_on_the_page(root, monkeypatch):
     assert "://" not in page  # self-contained
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_once_it_is_deleted(root):
     lines, (state,) = [], (root / "runs" / TUNED).glob("*/state.json")
     values = json.loads(state.read_text())
@@ -164,6 +165,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
 # --- stopped, and failed ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_is_named_and_the_others_go_on(root):
     with pytest.raises(SystemExit, match="6 training runs failed"):
         main(["compared:broken", f"--data.root={root}", "--fields", "without:steps=3", "--seeds", "0", "1"])

@@ -212,6 +212,7 @@ train(tiny_recipe(Path(sys.argv[1]), run_name="one writer"), ALONE, observe)
 """
 
 
+@pytest.mark.slow
 def test_a_run_has_one_writer_and_goes_on_at_once_when_that_is_killed(root, six_steps, capsys):
     command, path = [sys.executable, "-c", WAITING, str(root)], os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as first:

@@ -73,9 +73,9 @@ def printed(program: object, *arguments: object) -> list[str]:
 def told(checkpoint: object, image: str) -> dict[tuple[str, ...], list[int]]:
     """(run, dataset, shard, key) -> the steps that the program prints of an image."""
     found = defaultdict(list)
-    for *sighting, step in (line.split() for line in printed(whence, checkpoint, image)):
-        if re.fullmatch("[0-9a-f]{20}", sighting[-1] if sighting else ""):
-            found[tuple(sighting)].append(int(step))
+    for line in printed(whence, checkpoint, image):
+        if match := re.fullmatch(r"(\S+): (\S+), shard (\d{5}), ([0-9a-f]{20}), steps (.+)", line):
+            found[match.groups()[:4]] += map(int, match[5].split(", "))
     return dict(found)
 
 

@@ -25,19 +25,6 @@ Convention = Literal["mattnet", "published", "vilbert", "plain"]
 # differ at the threshold: if one box is half of the other, `published` gives a little more than 0.50, and `plain`
 # counts a miss.
 CONVENTIONS = get_args(Convention)
-# Table 3 of the paper, RefCOCO+, % of expressions: track -> split -> text. The paper does not name its convention.
-REPORTED = {
-    "ground_truth": {
-        "val": "79.88 base, 80.31 large",
-        "testA": "82.40 base, 83.62 large",
-        "testB": "75.01 base, 75.45 large",
-    },
-    "detected": {
-        "val": "71.60 base, 72.59 large",
-        "testA": "77.72 base, 78.57 large",
-        "testB": "60.99 base, 62.30 large",
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,24 +84,3 @@ def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, 
             raise ValueError(f"{file}: {name} is repeated")
         splits[split][name] = texts
     return dict(splits)
-
-
-# Recall@1 on the test split, in %, from table 1 of the Unicoder-VL and ViLBERT papers: data set -> metric -> text.
-# caption_*: captions are ranked for an image; image_*: images are ranked for a caption; *_fold: mean over five folds.
-_REPORTED = {
-    "flickr30k": {
-        "caption_r1": "86.2 Unicoder-VL, 64.3 Unicoder-VL zero-shot",
-        "image_r1": "71.5 Unicoder-VL, 48.4 Unicoder-VL zero-shot, 58.20 ViLBERT, 31.86 ViLBERT zero-shot",
-    },
-    "coco": {
-        "caption_r1": "62.3 Unicoder-VL",
-        "image_r1": "46.7 Unicoder-VL",
-        "caption_r1_fold": "84.3 Unicoder-VL, 54.4 Unicoder-VL zero-shot",
-        "image_r1_fold": "69.7 Unicoder-VL, 43.4 Unicoder-VL zero-shot",
-    },
-}
-
-
-def reported(file: str, split: str) -> dict[str, str]:
-    """Return published results by metric, as strings in percent, or {} if there are none for this file and split."""
-    return next((table for name, table in _REPORTED.items() if name in file and split == "test"), {})

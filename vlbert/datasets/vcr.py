@@ -27,16 +27,6 @@ CLASSES = 1 + len(OBJECTS)  # class 0 is the whole image
 
 Text = Sequence[str | Sequence[int]]  # words, and mentions: lists of object numbers, from 0
 
-# Table 1 of the paper, %: split -> metric -> text.
-REPORTED = {
-    "val": {
-        "answer_accuracy": "73.8 base, 75.5 large",
-        "rationale_accuracy": "74.4 base, 77.9 large",
-        "joint_accuracy": "55.2 base, 58.9 large",
-    },
-    "test": {"answer_accuracy": "75.8 large", "rationale_accuracy": "78.4 large", "joint_accuracy": "59.7 large"},
-}
-
 _LABELS = ("answer_label", "rationale_label")
 _GROUPS = ["answer_{}", *(f"rationale_conditioned_on_a{answer}_{{}}" for answer in range(CHOICES))]
 # The columns of the leaderboard's file.

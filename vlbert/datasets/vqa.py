@@ -40,10 +40,6 @@ _CONTRACTIONS = {
 } | {"somebody'd": "somebodyd"}  # the official table has it reversed
 
 
-# Table 2 of the paper, official accuracy in %: split -> text. It has no result on val2014.
-REPORTED = {"test-dev2015": "71.16 base, 71.79 large", "test2015": "72.22 large (test-std)"}
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """A question, the file name of its image and, except in test splits, the annotators' answers."""

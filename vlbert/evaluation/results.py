@@ -128,7 +128,6 @@ def summarise(
         submission, refused = {}, str(error)
     summary = {
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-        "paper": {} if "demo" in first.recipe.name.split("_") else task.reported(split),  # of models of other sizes
         "examples": counts,
         "trained_on": [", ".join(each.trained_on) or None for each in predicted],
         "trained_on_this_split": any(split in each.trained_on for each in predicted),
@@ -175,13 +174,12 @@ def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dic
 
 
 def print_summary(summary: dict[str, Any], uri: str) -> None:
-    """Print an evaluation's warnings, and its metrics next to the paper's."""
+    """Print an evaluation's warnings and metrics."""
     for warning in warnings(summary):
         print(warning, flush=True)
     for name, value in summary["metrics"].items():
         if "/" not in name:  # the many metrics of question types are only in metrics.json
-            paper = f"  (reported in the paper, %: {summary['paper'][name]})" if name in summary["paper"] else ""
-            print(f"{name} {'-' if value is None else format(value, '.4f')}{paper}", flush=True)
+            print(f"{name} {'-' if value is None else format(value, '.4f')}", flush=True)
     print(f"evaluated {summary['inputs']['split']}: {uri}", flush=True)
 
 

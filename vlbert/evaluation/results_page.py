@@ -1,4 +1,4 @@
-"""Render the page of an evaluation: its metrics next to the paper's, and images of the worst and best answers."""
+"""Render the page of an evaluation: its metrics, and images of the worst and best answers."""
 
 import re
 from collections.abc import Sequence

@@ -37,7 +37,6 @@ from storage.redact import display_url
 from storage.safe_json import printable
 from storage.settings import from_json
 from storage.snapshots import read_columns
-from storage.tables import aligned
 from storage.withdrawn import is_in, read_withdrawn
 from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
@@ -82,15 +81,6 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class DataUse:
-    """A run's use of one snapshot of a dataset. `stage` is the folder of the regions within the dataset."""
-
-    dataset: str
-    stage: str
-    span: SnapshotSpan
-
-
-@dataclass(frozen=True, eq=False)
 class TrainedRun:
     """One of the training runs that led to a checkpoint, up to the last step that contributed to it."""
 
@@ -102,17 +92,12 @@ class TrainedRun:
     def run(self) -> str:
         return self.record["run"]
 
-    @property
-    def uses(self) -> list[list[DataUse]]:
-        """For each dataset, its snapshots in the order in which the run used them."""
-        return [
-            [DataUse(data["dataset"], data["stage"], SnapshotSpan(**span)) for span in data["snapshots"]]
-            for data in self.record["data"]
-        ]
+    def store_of(self, data: Mapping[str, Any], snapshot: str) -> tuple[ObjectStore, str]:
+        """Return the root that has a snapshot of an entry of the record's `data` or `held_out`, and the path in it.
 
-    def store_of(self, dataset: str, stage: str, snapshot: str) -> tuple[ObjectStore, str]:
-        """Return the root that has a snapshot, and the snapshot's path in it. Raises ValueError if no root has it."""
-        path = f"{dataset}/{stage}/snapshots/{snapshot}.parquet"
+        Raises ValueError if no root has it.
+        """
+        path = f"{data['dataset']}/{data['stage']}/snapshots/{snapshot}.parquet"
         for store in self.roots:
             if store.exists(path):
                 return store, path
@@ -129,18 +114,18 @@ class TrainedRun:
             parts.append(steps.astype(np.int32))
         return np.concatenate(parts)
 
-    def samples_of(self, use: DataUse) -> np.ndarray:
-        """Return the sample index of each example in `use`: int64 [examples].
+    def samples_of(self, data: Mapping[str, Any], span: SnapshotSpan) -> np.ndarray:
+        """Return the sample index of each example in a span of an entry of the record's `data`: int64 [examples].
 
         Raises ValueError if task files are missing or have changed.
         """
         if self.record["task"] == PretrainingSettings.__name__:
-            return np.arange(use.span.examples)
+            return np.arange(span.examples)
         kind = settings_named(self.record["task"])
         if kind is None:
             unknown = f"no task has settings {self.record['task']}, as {self.run} has"
             raise ValueError(f"{unknown}; name the file of the task: --task_file FILE")
-        store, path = self.store_of(use.dataset, use.stage, use.span.snapshot)
+        store, path = self.store_of(data, span.snapshot)
         urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
         try:
             if self.checkpoint.vocabulary is None:
@@ -153,7 +138,7 @@ class TrainedRun:
             examples = task.examples(samples, None)  # ty: ignore[invalid-argument-type] reads no sample
         except ValueError as error:
             raise ValueError(f"the images of {self.run} are unknown without its task's files: {error}") from error
-        check_count(examples, use.span, use.dataset, self.run)
+        check_count(examples, span, data["dataset"], self.run)
         return np.asarray(examples.samples, np.int64)
 
 
@@ -234,32 +219,33 @@ def seen_samples(
     snapshot is missing, or if the task's files are missing or have changed.
     """
     seed, chunk = trained.record["seed"], trained.record["chunk"]
-    for number, uses in enumerate(trained.uses):
-        paths = [trained.store_of(use.dataset, use.stage, use.span.snapshot) for use in uses]
+    for number, data in enumerate(trained.record["data"]):
+        spans = [SnapshotSpan(**span) for span in data["snapshots"]]
+        paths = [trained.store_of(data, span.snapshot) for span in spans]
         rows: list[Any] = [
             _read_rows(*path) if column is None else [find_rows(*path, column, values)] for path in paths
         ]
         if column and not any(len(table) for (table,) in rows):
             continue  # saves computing the order
         all_steps = trained.steps_of(number)
-        ends = [min(use.span.consumed, len(all_steps)) for use in uses[1:]] + [len(all_steps)]
-        for use, tables, end in zip(uses, rows, ends, strict=True):
-            count = end - use.span.consumed
+        ends = [min(span.consumed, len(all_steps)) for span in spans[1:]] + [len(all_steps)]
+        for span, tables, end in zip(spans, rows, ends, strict=True):
+            count = end - span.consumed
             if count <= 0 or (column and not len(tables[0])):
                 continue
-            epochs = draw_samples([use.span], use.span.consumed, count, seed_of(seed, number), chunk)
-            samples = trained.samples_of(use)[np.concatenate([examples for *_, examples in epochs])]
-            steps = all_steps[use.span.consumed : end]
+            epochs = draw_samples([span], span.consumed, count, seed_of(seed, number), chunk)
+            samples = trained.samples_of(data, span)[np.concatenate([examples for *_, examples in epochs])]
+            steps = all_steps[span.consumed : end]
             if column:
                 wanted = np.isin(samples, tables[0]["number"].to_numpy())
                 samples, steps = samples[wanted], steps[wanted]
             order = np.argsort(samples, kind="stable")  # so that the steps of a sample ascend
             samples, steps = samples[order], steps[order]
             for table in tables:
-                yield _add_steps(trained, use, table, samples, steps)
+                yield _add_steps(trained.run, data["dataset"], table, samples, steps)
 
 
-def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
+def _add_steps(run: str, dataset: str, rows: pa.Table, samples: np.ndarray, steps: np.ndarray) -> pa.Table:
     """Return the seen rows with their steps (schema TABLE). `samples` ascend, and samples[i] was seen at steps[i]."""
     own = rows["number"].to_numpy()
     bounds = np.searchsorted(samples, np.append(own, own[-1] + 1))
@@ -270,9 +256,9 @@ def _add_steps(trained: TrainedRun, use: DataUse, rows: pa.Table, samples: np.nd
     kept = rows.filter(pa.array(seen))
     columns = {
         **{name: kept[name] for name in ("url", "key", "license")},
-        "dataset": pa.repeat(use.dataset, len(kept)),
+        "dataset": pa.repeat(dataset, len(kept)),
         "shard": pc.utf8_lpad(kept["shard"].cast(pa.string()), 5, "0"),
-        "run": pa.repeat(trained.run, len(kept)),
+        "run": pa.repeat(run, len(kept)),
         "times": (last - first + 1)[seen],
         "first_step": steps[first[seen]],
         "last_step": steps[last[seen]],
@@ -295,18 +281,18 @@ def find_rows(store: ObjectStore, path: str, column: str, values: frozenset[str]
     return pa.concat_tables(table.filter(is_in(table[column], values)) for table in _read_rows(store, path))
 
 
-def describe_uses(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], bool]:
-    """Return lines of text about each use of an image (URL or key) by these runs, and True if there was any use."""
+def describe_uses(runs: Sequence[TrainedRun], image: str) -> list[str]:
+    """Return lines of text about each use of an image (URL or key) by these runs, or [] if there was none."""
     column, values = "key" if _KEY.fullmatch(image) else "url", frozenset([image])
-    rows, lines, urls, licenses = [], [], {}, set()
+    lines, urls, licenses = [], {}, set()
     for trained in runs:
-        samples = [row for table in seen_samples(trained, column, values) for row in table.to_pylist()]
-        urls |= {row["url"]: row["key"] for row in samples}
-        licenses |= {row["license"] for row in samples} - {None}
-        for step, row in sorted(((step, s) for s in samples for step in s["steps"]), key=lambda pair: pair[0]):
-            rows.append((trained.run, row["dataset"], row["shard"], row["key"], f"{step:,}"))
+        for row in (row for table in seen_samples(trained, column, values) for row in table.to_pylist()):
+            steps = ", ".join(map(str, row["steps"]))
+            lines.append(f"{trained.run}: {row['dataset']}, shard {row['shard']}, {row['key']}, steps {steps}")
+            urls[row["url"]] = row["key"]
+            licenses |= {row["license"]} - {None}
         for held in trained.record["held_out"] or ():
-            path = trained.store_of(held["dataset"], held["stage"], held["snapshot"])
+            path = trained.store_of(held, held["snapshot"])
             for key in find_rows(*path, column, values)["key"].to_pylist():
                 lines.append(f"{trained.run} used it for validation ({held['dataset']}, {key})")
     withdrawn = read_withdrawn(runs[0].checkpoint.folder.store).urls
@@ -314,7 +300,7 @@ def describe_uses(runs: Sequence[TrainedRun], image: str) -> tuple[list[str], bo
         lines = [f"the URL of {key} is {url}" for url, key in urls.items()] + lines
     lines += [f"licence in its list: {printable(license)}" for license in sorted(licenses)]
     lines += [f"{display_url(url)} has been withdrawn" for url in urls if url in withdrawn]
-    return [*aligned(("run", "dataset", "shard", "key", "step"), rows), *lines], bool(rows or lines)
+    return lines
 
 
 def export(runs: Sequence[TrainedRun], file: str) -> int:
@@ -355,9 +341,9 @@ def list_seen(
             for row in (row for table in seen_samples(trained) for row in table.to_pylist()):
                 print(f"{printable(display_url(row['url']))}: {trained.run}, steps {', '.join(map(str, row['steps']))}")
     if image:
-        lines, any_seen = describe_uses(runs, image)
+        lines = describe_uses(runs, image)
         print("\n".join(lines) or f"{display_url(image)} was not seen by these runs", flush=True)
-        if not any_seen:
+        if not lines:
             sys.exit(1)
 
 

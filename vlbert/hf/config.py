@@ -4,7 +4,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from storage.digests import check_version
 from storage.runs import CHECKPOINT_VERSION, CONFIG
 from storage.safe_json import parse_json
 from storage.settings import from_json, to_json
-from vlbert.checkpoint import MODEL_TYPE, check_config, settings_of, strip_paths
+from vlbert.checkpoint import MODEL_TYPE, check_config, settings_of
 from vlbert.config import ModelConfig
 from vlbert.hf.files import HUB, fetch_folder
 from vlbert.tasks import settings_named
@@ -71,7 +71,9 @@ class VLBertConfig(PretrainedConfig):
         given = {name: kwargs.pop(name) for name in _MODEL_FIELDS & kwargs.keys()}
         values = to_json(model) if isinstance(model, ModelConfig) else dict(model or {})
         self.version = version
-        self.model = _to_plain(to_json(strip_paths(from_json(ModelConfig, values | given, _SOURCE))))
+        architecture = from_json(ModelConfig, values | given, _SOURCE)
+        regions = replace(architecture.regions, weights=None)  # a path that is valid only on one machine
+        self.model = _to_plain(to_json(replace(architecture, regions=regions)))
         self.vocab_size = vocab_size
         self.num_classes = num_classes
         if isinstance(settings, TaskSettings):

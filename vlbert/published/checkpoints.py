@@ -27,10 +27,13 @@ Shapes = dict[str, tuple[int, ...]]  # plain name -> shape
 class Hints:
     """Properties of a model that the user gives, because they cannot be inferred from its tensors."""
 
-    num_heads: tuple[int, ...] | None = None  # heads of each kind of attention; None: the published numbers
-    task: str | None = None  # of a fine-tuned ViLBERT: take the heads of vqa, vcr, refcoco, retrieval or pretraining
-    task_token: int | None = None  # the task's row in the table of task tokens, if the file has one
-    fusion_method: Literal["mul", "sum"] = "mul"  # of a ViLBERT's two poolers, as in its configuration
+    # number of attention heads, if not the published one; ViLBERT has three (text, regions, co-attention)
+    num_heads: tuple[int, ...] | None = None
+    # task whose heads are converted, if the checkpoint is a fine-tuned ViLBERT
+    task: Literal["pretraining", "vqa", "vcr", "refcoco", "retrieval"] | None = None
+    # the task's row in the table of task tokens, counted from 0, if the checkpoint is of 12-in-1
+    task_token: int | None = None
+    fusion_method: Literal["mul", "sum"] = "mul"  # of a ViLBERT's two poolers, as in its configuration file
 
 
 NO_HINTS = Hints()

@@ -13,7 +13,7 @@ gives bit-identical tensors.
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from detectors.weights.tensor_files import read_tensors
-from storage.programs import Command, Positional
+from storage.programs import Command, Flat, Positional
 from storage.safe_json import parse_json, short_repr
 from storage.settings import to_json
 from training.checkpoint import load_tensors
@@ -193,10 +193,7 @@ def convert_checkpoint(
     source: Annotated[Path, Positional, tyro.conf.arg(metavar="IN")],
     out: Annotated[Path, Positional, tyro.conf.arg(metavar="OUT")],
     vocabulary: Path | None = None,
-    num_heads: tuple[int, ...] | None = None,
-    task: Literal["pretraining", "vqa", "vcr", "refcoco", "retrieval"] | None = None,
-    task_token: int | None = None,
-    fusion_method: Literal["mul", "sum"] = "mul",
+    hints: Annotated[Hints, Flat] = NO_HINTS,
 ) -> None:
     """Convert a published VL-BERT or ViLBERT checkpoint to a model folder of this project, or such a folder back.
 
@@ -204,12 +201,7 @@ def convert_checkpoint(
         source: a published checkpoint file, or a folder that was made from one
         out: a new folder if IN is a file, or a new file if IN is a folder
         vocabulary: vocab.txt of the BERT that the authors started from
-        num_heads: number of attention heads, if not the published one; ViLBERT has three (text, regions, co-attention)
-        task: task whose heads are converted, if the checkpoint is a fine-tuned ViLBERT
-        task_token: the task's row in the table of task tokens, counted from 0, if the checkpoint is of 12-in-1
-        fusion_method: of a ViLBERT's two poolers, as in its configuration file
     """
-    hints = Hints(num_heads, task, task_token, fusion_method)
     report = to_theirs(source, out) if source.is_dir() else to_ours(source, out, vocabulary, hints)
     kept = sum("kept" in entry for entry in report)
     print(f"{out}: {len(report)} tensors, {kept} of them without a counterpart here")

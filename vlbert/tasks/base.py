@@ -217,12 +217,6 @@ class Task(ABC):
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Return a split's metrics by name, given all its predictions, or {} if no ground truth is known."""
 
-    # --- the paper's results, and the best checkpoint -----------------------------------------------------------------
-
-    def reported(self, split: str) -> dict[str, str]:
-        """Return the paper's results on a split by metric, as strings in percent, such as "79.88 base"."""
-        return {}
-
     @staticmethod
     def best_metric(settings: Any) -> str | None:
         """Return the metric whose highest value selects the best checkpoint, or None to keep only the newest."""

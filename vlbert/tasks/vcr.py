@@ -246,9 +246,6 @@ class VCR(Task):
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
         return {"vcr_submission.csv": vcr.submission(self.folder, rows)}
 
-    def reported(self, split: str) -> dict[str, str]:
-        return vcr.REPORTED.get(split, {})
-
 
 class VCRHead(nn.Module):
     def __init__(self, config: ModelConfig, settings: VCRSettings):
