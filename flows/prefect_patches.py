@@ -1,6 +1,6 @@
 """Work around bugs of Prefect 3.9.1 that affect runs of several days.
 
-    python -m flows.prefect_patches server start ...    runs `prefect server start ...` with the last two functions
+    python -m flows.prefect_patches server start ...    runs `prefect server start ...` with the last function
 
 `python -m flows.engine` uses the other functions. With each new version of Prefect, disable one function at a time and
 run its test in tests/flows/test_prefect_patches.py. If the test passes without the function, delete the function.
@@ -13,7 +13,6 @@ run its test in tests/flows/test_prefect_patches.py. If the test passes without 
 | `handle_sigterm_once`       | 21616           | a second SIGTERM interrupts the cleanup that the first one started   |
 | `end_as_cancelled`          | 21616           | a stage, or a run after an outage of the server, cannot be cancelled |
 | `collect_garbage_in_thread` | 18934           | a server on SQLite blocks itself for a minute                        |
-| `start_in_order`            | 23084           | any of a deployment's waiting runs gets its free slot                |
 """
 
 import gc
@@ -25,9 +24,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 if TYPE_CHECKING:
@@ -175,33 +174,6 @@ def collect_garbage_in_thread() -> None:
     threading.Thread(target=collect, daemon=True).start()
 
 
-def start_in_order() -> None:
-    """Make the server give a deployment's free slots to those of its due runs that were scheduled first."""
-    from prefect.server.models import deployments  # first: the other module cannot be imported before it
-    from prefect.server.orchestration import core_policy as core
-
-    class InOrder(core.SecureFlowConcurrencySlots):
-        async def before_transition(self, initial_state, proposed_state, context) -> None:
-            run, runs, session = context.run, core.orm_models.FlowRun, context.session
-            deployment = await deployments.read_deployment(session, run.deployment_id) if run.deployment_id else None
-            limit = deployment.global_concurrency_limit if deployment else None
-            wait = core.get_current_settings().server.deployments.concurrency_slot_wait_seconds
-            then: Any = core.now("UTC") + timedelta(seconds=wait)  # when a waiting run asks again
-            same = runs.deployment_id == run.deployment_id, runs.work_queue_id == run.work_queue_id
-            due = runs.state_type == core.StateType.SCHEDULED, runs.next_scheduled_start_time <= then
-            first = runs.expected_start_time < run.expected_start_time
-            earlier = core.select(core.sa.func.count()).where(*same, *due, first)
-            if limit and 0 < limit.limit - limit.active_slots <= await session.scalar(earlier):
-                self._acquired_deployment_concurrency_limit_id = self._acquired_deployment_concurrency_lease_id = None
-                waiting = core.states.Scheduled(then, name="AwaitingConcurrencySlot")
-                await self.reject_transition(waiting, "Earlier runs of the deployment are waiting.")
-            else:
-                await super().before_transition(initial_state, proposed_state, context)
-
-    core.SecureFlowConcurrencySlots = InOrder  # ty: ignore[invalid-assignment] patched
-
-
 if __name__ == "__main__":
     collect_garbage_in_thread()
-    start_in_order()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -172,7 +172,7 @@ def _open(data: bytes) -> Image.Image:
         if name not in COLLECTED_FORMATS:
             problem = f"is {name}, which is not decoded here" if name else "is of no known format"
             hint = f"; pip install '{_INSTALL[name]}', or convert it" if name in _INSTALL else ""
-            detail = f"it {describe_foreign(data) or problem + hint}: none of {', '.join(COLLECTED_FORMATS)}"
+            detail = f"it {describe_foreign(data) or problem + hint}"
             raise Refused(Status.NOT_IMAGE, f"{detail}: {len(data)} bytes, first {data[:16]!r}") from error
         # Pillow's message for UnidentifiedImageError has a memory address.
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {type(error).__name__}: {error}"

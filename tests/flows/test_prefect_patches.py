@@ -25,7 +25,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.exceptions import TerminationSignal
-from prefect.states import Completed, Crashed, Pending, Running, Scheduled
+from prefect.states import Completed, Crashed, Pending, Running
 from prefect.utilities.engine import capture_sigterm
 
 from demo.serve import free_port
@@ -253,27 +253,6 @@ def test_the_second_run_waits_for_the_whole_of_the_first_whether_that_is_renewed
     assert deployed.asks(second) == "AwaitingConcurrencySlot"
     client.set_flow_run_state(run.id, Completed())
     assert deployed.asks(second) == "Pending"
-
-
-def test_waiting_runs_take_their_slots_in_the_order_in_which_they_were_scheduled(deployed: Deployed):
-    runs = [deployed.created() for _ in range(4)]
-    assert [deployed.asks(run) for run in runs[:1]] == ["Pending"]
-    waiting = [runs[2], runs[1]]
-    assert [deployed.asks(run) for run in waiting] == ["AwaitingConcurrencySlot"] * 2
-    for ends, next_one, others in ((runs[0], runs[1], runs[2:]), (runs[1], runs[2], runs[3:]), (runs[2], runs[3], [])):
-        deployed.client.set_flow_run_state(ends.id, Completed())
-        assert [deployed.asks(run) for run in others] == ["AwaitingConcurrencySlot"] * len(others)
-        assert deployed.places() == 0
-        assert deployed.asks(next_one) == "Pending"
-
-
-def test_a_run_waits_for_no_earlier_one_while_there_are_slots_for_both_or_that_one_comes_later(deployed: Deployed):
-    deployed.client.upsert_global_concurrency_limit_by_name(f"deployment:{deployed.id}", 2)
-    first, second, third = (deployed.created() for _ in range(3))
-    assert [deployed.asks(second), deployed.asks(third)] == ["Pending", "AwaitingConcurrencySlot"]
-    later = datetime.now(UTC) + timedelta(hours=1)
-    deployed.client.set_flow_run_state(first.id, Scheduled(scheduled_time=later), force=True)
-    assert deployed.asks(third) == "Pending"
 
 
 def test_a_run_without_a_slot_frees_none_when_it_ends(deployed: Deployed):
