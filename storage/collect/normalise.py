@@ -170,7 +170,8 @@ def _open(data: bytes) -> Image.Image:
             raise
         name = image_format(data) or next((name for name, magic in _MAGIC.items() if data.startswith(magic)), "")
         if name not in COLLECTED_FORMATS:
-            problem = f"is {name}, which is not decoded here" if name else "is of no known format"
+            unknown = f"is of no known format: none of {', '.join(COLLECTED_FORMATS)}"
+            problem = f"is {name}, which is not decoded here" if name else unknown
             hint = f"; pip install '{_INSTALL[name]}', or convert it" if name in _INSTALL else ""
             detail = f"it {describe_foreign(data) or problem + hint}"
             raise Refused(Status.NOT_IMAGE, f"{detail}: {len(data)} bytes, first {data[:16]!r}") from error
