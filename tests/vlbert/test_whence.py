@@ -104,11 +104,12 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     root = tiny_root(tmp_path_factory.mktemp("whence"), samples=13, held_out=4)
     commit_samples(root, "more", [tiny_sample(200 + i, regions=1 + i % 3) for i in range(9)])
     watched, weights = Watched(root, at=1), {"captions": 2.0, "more": 1.0}
-    train(run_of(root, "pretrain", 7, datasets=weights, chunk=4), ALONE, watched)
+    fields = {"datasets": weights, "chunk": 4, "held_out": ("held-out",)}
+    train(run_of(root, "pretrain", 7, **fields), ALONE, watched)
     (root / "runs" / "pretrain" / "step-0000007" / "state.json").unlink()  # from step 6 on again, with more steps
     for taken in watched.steps.values():
         taken[:] = [step for step in taken if step <= 6]
-    train(run_of(root, "pretrain", 12, datasets=weights, chunk=4), ALONE, watched)
+    train(run_of(root, "pretrain", 12, **fields), ALONE, watched)
     yield root, watched
     patched.undo()
 
@@ -238,6 +239,9 @@ def test_one_url_is_told_with_dataset_shard_step_and_licence(pretrained, capsys)
     assert told(run, sample.url) == told(run, sample.key) == expected
     assert "licence in its list: CC BY 4.0" in printed(whence, run, sample.url)
     assert "licence" not in "".join(printed(whence, run, tiny_sample(201, regions=2).url))
+    held_out = tiny_sample(1000, regions=1)
+    used = f"pretrain used it for validation (held-out, {held_out.key})"
+    assert printed(whence, run, held_out.url)[1:] == [used]
     with pytest.raises(SystemExit, match="^1$"):
         whence.main([str(run), "http://example.org/another.jpg?size=3"])
     assert "another.jpg?… was not seen by these runs" in capsys.readouterr().out
