@@ -133,6 +133,7 @@ def test_what_has_no_pair_is_a_row_with_a_status(tmp_path: Path):
         ["latin of a.tar", "'utf-8' codec can't decode byte 0xe9 in position 3"],
         ["long of a.tar", ".txt has 1048577 bytes"],
         ["brace of a.tar", ".json is truncated or not JSON"],
+        ["it is SVG", "which is not decoded here"],
         ["a.tar has no image link"],
     ]
     good, several, nan = samples_in(tmp_path / "root")
