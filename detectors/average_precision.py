@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torchvision
+
+from training.operators import box_iou
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ def match_detections(detections: Detections, boxes: np.ndarray, labels: np.ndarr
     """
     true_positive = np.zeros(len(detections.scores), bool)
     matched = np.zeros(len(labels), bool)
-    iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(boxes)).numpy()
+    iou = box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(boxes)).numpy()
     for index in np.argsort(-detections.scores, kind="stable"):
         candidates = np.flatnonzero(labels == detections.labels[index])
         best = candidates[iou[index, candidates].argmax()] if len(candidates) else None

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torchvision
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, regress_boxes
 from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.select import select_regions
 from storage.sample import Regions, Sample
+from training.operators import clip_boxes
 from training.precision import float32_precision
 
 # Part of every detector's id: raise it if a change here, in faster_rcnn.py, preprocess.py or select.py changes regions.
@@ -313,4 +313,4 @@ def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: tuple[int, 
     """
     down, across = scales
     factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)
-    return torchvision.ops.clip_boxes_to_image(boxes * factors, stored)
+    return clip_boxes(boxes * factors, *stored)

@@ -15,12 +15,12 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
 from detectors.roi_align import roi_align
 from storage.settings import check, check_choices
+from training.operators import clip_boxes, nms, roi_pool
 
 STRIDE = 16
 # Limit for the logarithm of a box's growth, so that exp() of any delta stays finite.
@@ -164,7 +164,7 @@ def regress_boxes(
     extra = config.box_arithmetic == "plus_one"
     own = deltas[torch.arange(len(labels), device=labels.device), labels]
     moved = apply_deltas(own, proposals, config.box_weights, plus_one=extra)
-    return torchvision.ops.clip_boxes_to_image(moved, (height - extra, width - extra))
+    return clip_boxes(moved, height - extra, width - extra)
 
 
 def _take_best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -179,9 +179,9 @@ def _nms(boxes: Tensor, scores: Tensor, config: FasterRCNNConfig) -> Tensor:
     limit, threshold = config.post_nms, config.rpn_nms_threshold
     # Only better boxes suppress a box. NMS of only the best boxes is therefore exact, and usually leaves enough.
     best = 4 * limit
-    kept = torchvision.ops.nms(boxes[:best], scores[:best], threshold)
+    kept = nms(boxes[:best], scores[:best], threshold)
     if len(kept) < limit and best < len(boxes):
-        kept = torchvision.ops.nms(boxes, scores, threshold)
+        kept = nms(boxes, scores, threshold)
     return kept[:limit]
 
 
@@ -344,7 +344,7 @@ class FasterRCNN(nn.Module):
             scores, boxes, deltas = _take_best(config.pre_nms, scores, boxes, deltas)
         boxes = apply_deltas(deltas.flatten(0, 1), boxes.flatten(0, 1), plus_one=caffe).unflatten(0, scores.shape)
         finite = torch.isfinite(boxes).all(dim=2) & (scores > -torch.inf)
-        boxes = torchvision.ops.clip_boxes_to_image(boxes, (height - caffe, width - caffe))
+        boxes = clip_boxes(boxes, height - caffe, width - caffe)
         sides = boxes[..., 2:] - boxes[..., :2] + caffe
         least = torch.tensor([[[config.minimum_side * scale]] for scale in scales or [1.0] * len(logits)])
         least = least.to(boxes.device, non_blocking=True)
@@ -369,7 +369,7 @@ class FasterRCNN(nn.Module):
         if self.config.roi_op == "pool":
             with torch.autocast(c4.device.type, enabled=False):  # half precision would move the bins
                 c4 = c4.to(torch.promote_types(c4.dtype, torch.float32))
-                return torchvision.ops.roi_pool(c4, rois.to(c4.dtype), size, spatial_scale=1 / STRIDE)
+                return roi_pool(c4, rois.to(c4.dtype), size, 1 / STRIDE)
         return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:

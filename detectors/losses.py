@@ -9,12 +9,12 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 from detectors.faster_rcnn import FasterRCNN, grid_anchors
 from detectors.preprocess import to_input
 from detectors.recipes import SamplingConfig
+from training.operators import box_iou
 
 # Labels of anchors and regions.
 IGNORED, BACKGROUND, FOREGROUND = -1, 0, 1
@@ -54,7 +54,7 @@ def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
     """Return each anchor's label, such as FOREGROUND, and the index of its highest-IoU object, both int64 [A]."""
-    iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
+    iou = box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
         iou = iou.masked_fill(~inside, -1)
@@ -146,7 +146,7 @@ class Losses(nn.Module):
         """Return sampled regions [R, 4] (foreground first), their objects' indices [R], and the foreground count."""
         sampling = self.sampling
         boxes = torch.cat([proposals, example.boxes])
-        best, matched = torchvision.ops.box_iou(boxes, example.boxes).max(dim=1)
+        best, matched = box_iou(boxes, example.boxes).max(dim=1)
         labels = torch.where(best >= sampling.roi_positive, FOREGROUND, BACKGROUND)
         foreground, background = subsample(labels, sampling.rois, sampling.roi_foreground, generator)
         sampled = torch.cat([foreground, background])

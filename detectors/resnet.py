@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torchvision.ops import FrozenBatchNorm2d
 
 from storage.settings import check, check_choices
 from training.precision import compute_dtype
@@ -54,13 +53,19 @@ RESNET50 = ResNetConfig(blocks=(3, 4, 6, 3))
 RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
 
 
-class FrozenNorm(FrozenBatchNorm2d):
+class FrozenNorm(nn.Module):
     """Batch normalisation with fixed statistics, scale and shift, rounded as by BatchNorm2d."""
 
+    eps = 1e-5
     weight: Tensor
     bias: Tensor
     running_mean: Tensor
     running_var: Tensor
+
+    def __init__(self, channels: int):
+        super().__init__()
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import box_iou
+
+from training.operators import box_iou
 
 
 def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: bool) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms.v2.functional import InterpolationMode, resize
+from torch.nn.functional import interpolate
 
 from storage.sample import Sample
+from training.operators import decode_jpeg
 from vlbert.config import RegionConfig
 from vlbert.data.batch import ImageInput
 from vlbert.data.boxes import box_iou_with_borders, flip_horizontally
@@ -119,7 +119,7 @@ def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedI
     if pixels is not None and (width, height) != stored:
         # Resizing uint8 is several times faster on a channels-last view.
         pixels = pixels[None].contiguous(memory_format=torch.channels_last)
-        pixels = resize(pixels, [height, width], InterpolationMode.BILINEAR, antialias=True)[0].contiguous()
+        pixels = interpolate(pixels, (height, width), mode="bilinear", antialias=True)[0].contiguous()
     if pixels is not None and flip:
         pixels = pixels.flip(2)
     scale = (width / stored[0], height / stored[1])
@@ -142,8 +142,7 @@ def _read_features(key: str, features: np.ndarray | None, config: RegionConfig) 
 
 def _decode(sample: Sample) -> Tensor:
     try:
-        data = torch.frombuffer(bytearray(sample.image), dtype=torch.uint8)
-        return decode_jpeg(data, ImageReadMode.RGB)  # ty: ignore[invalid-explicit-return] a list only for a list
+        return decode_jpeg(sample.image)
     except RuntimeError as error:
         raise ValueError(f"sample {sample.key}: its JPEG cannot be decoded: {error}") from error
 
