@@ -138,3 +138,12 @@ def table_bytes(table: pa.Table, header: dict) -> bytes:
     data = bytearray(sink.getvalue())
     write_digest(data)
     return bytes(data)
+
+
+def parse_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the table of a Parquet file in memory, with these columns (default: all). Starts no threads.
+
+    Arrow's threads can abort a process that ends soon after: https://github.com/apache/arrow/issues/34314
+    """
+    file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+    return file.read(columns and list(columns), use_threads=False)

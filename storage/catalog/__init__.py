@@ -15,7 +15,6 @@ other writer has put it. So a reader never sees half a shard, and the files of t
 import contextlib
 import errno
 import hashlib
-import io
 import os
 import re
 import tempfile
@@ -28,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.digests import check_version, has_valid_digest
-from storage.manifests import MANIFEST_VERSION, SCHEMA, Header, Manifest
+from storage.manifests import MANIFEST_VERSION, SCHEMA, Header, Manifest, parse_parquet
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
@@ -192,7 +191,7 @@ class Catalog:
     def _read(self, stage: str, name: str, columns: Sequence[str] = ()) -> Manifest:
         """Read a manifest and the given columns of its table. Raises ValueError if the file was changed or moved."""
         data, uri = self.store.get(self.manifest_path(stage, name)), self.uri(stage, name)
-        footer = pq.read_metadata(io.BytesIO(data)).metadata if has_valid_digest(data) else {}
+        footer = pq.read_metadata(pa.BufferReader(data)).metadata if has_valid_digest(data) else {}
         if b"manifest" not in footer:
             raise ValueError(
                 f"{uri} is damaged or not a manifest: its {len(data)} bytes differ from the committed ones. Restore "
@@ -208,7 +207,7 @@ class Catalog:
             )
         table = SCHEMA.empty_table()
         if columns:
-            table = pq.read_table(io.BytesIO(data), columns=list(columns), use_threads=False)
+            table = parse_parquet(data, columns)
         same = ("shard", "stage", "tar_sha256", "tar_bytes", "content", "statuses", "meta")
         return Manifest(
             **{name: header[name] for name in same},

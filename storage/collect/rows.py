@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, check_version, has_valid_digest, write_digest
+from storage.manifests import parse_parquet
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.sample import sample_key
 
@@ -122,8 +123,7 @@ class Rows:
         data, self._uri = store.get(path), store.uri(path)
         if not has_valid_digest(data):
             raise self._damaged(self._uri)
-        # Arrow's threads can abort a process that ends soon after: https://github.com/apache/arrow/issues/34314
-        table = pq.read_table(io.BytesIO(data), use_threads=False)
+        table = parse_parquet(data)
         header = json.loads(table.schema.metadata[b"rows"])
         check_version(header["version"], ROWS_VERSION, self._uri)
         self.id, self.count, self._parts = id, header["count"], header["parts"]
@@ -159,7 +159,7 @@ class Rows:
             raise self._damaged(self._store.uri(path)) from error
         if _hash(data) != self._parts[number]:
             raise self._damaged(self._store.uri(path))
-        return pq.read_table(io.BytesIO(data), use_threads=False).replace_schema_metadata(None)
+        return parse_parquet(data).replace_schema_metadata(None)
 
     def _damaged(self, uri: str) -> ValueError:
         return ValueError(f"{uri} is damaged or missing; delete {self._uri}, and run again")

@@ -4,11 +4,14 @@ import dataclasses
 import io
 import json
 import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
 import pyarrow.parquet as pq
 import pytest
+from places import PROJECT
 from seeded import REGIONS, as_dict, commit, detect, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog, ShardIndex
@@ -241,3 +244,16 @@ def test_invalid_manifests_are_named(local):
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:
             local.manifest("images", "00001")
         assert "has version" not in message or "delete" not in str(error.value)
+
+
+def test_a_manifest_is_parsed_without_threads_which_could_abort_a_process_that_ends():
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        from storage.manifests import parse_parquet
+        before = os.listdir("/proc/self/task")
+        assert parse_parquet(Path(sys.argv[1]).read_bytes(), ["row", "status"]).num_rows
+        assert os.listdir("/proc/self/task") == before
+    """
+    file = next(PROJECT.glob("tests/data/golden/captions/images/0*.parquet"))
+    subprocess.run([sys.executable, "-c", program, str(file)], check=True, cwd=PROJECT)

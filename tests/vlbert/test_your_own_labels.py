@@ -154,7 +154,7 @@ def test_the_commands_of_the_page_train_on_labels_of_image_and_text(
     assert metrics[f"{metric}_grounding_gap"] >= 0.1, "only the image shows colour and shape"
     printed = capsys.readouterr().out
     assert "look what I made" in printed
-    assert "finetune_labels_demo  pairs" in printed
+    assert "finetune_labels_demo: pairs, shard 00000, " in printed
     assert list(tmp_path.glob("*-answer.png"))
     main(["replay", "my-root/runs/finetune_labels_demo", "1", "--out", "step.html"])
     assert Path("step.html").is_file()

@@ -1,14 +1,13 @@
 """Summarise a comparison from the files of its runs: means, intervals, and differences between variants."""
 
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
+from storage.manifests import parse_parquet
 from storage.object_store import ObjectStore
 from storage.safe_json import parse_json
 from training.log import last_metrics
@@ -111,7 +110,7 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
     uri = store.uri(f"{cell.evaluation}/{METRICS}")
     evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
-    table = pq.read_table(io.BytesIO(store.get(f"{cell.evaluation}/{PREDICTIONS}")), use_threads=False)
+    table = parse_parquet(store.get(f"{cell.evaluation}/{PREDICTIONS}"))
     for name, names in ((task.metric, metrics), (task.column, table.column_names), (task.chance, metrics)):
         if name is not None and name not in names:
             available = ", ".join(other for other in names if "/" not in other)
