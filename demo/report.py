@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchvision.ops import nms
 
 from demo.data import DemoData
 from demo.deployments import make_detector_settings
@@ -29,6 +28,7 @@ from storage.sample import Regions, Sample
 from training import distributed
 from training.curves import Lines, draw_panels
 from training.log import read_metrics
+from training.operators import nms
 from vlbert.evaluation.results_page import draw_answer, render
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ K boxes, D channels of res5, C classes without the background. The last class is
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
 from detectors.roi_align import roi_align
+from detectors.roi_pool import roi_pool_chunks
 from storage.settings import check, check_choices
 from training.operators import clip_boxes, nms, roi_pool
 
@@ -378,14 +379,22 @@ class FasterRCNN(nn.Module):
         `boxes` has one tensor [K, 4], in input pixels, for each C4 map.
         """
         res5 = self.roi_heads.res5
-        dtype = next(res5.parameters()).dtype
+        features = [res5(pooled).mean(dim=(2, 3), dtype=torch.float32) for pooled in self._pool_chunks(c4, boxes)]
+        return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
+
+    def _pool_chunks(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Pool all boxes, and yield them in chunks [k, channels, pool_size, pool_size] of res5's dtype."""
+        dtype = next(self.roi_heads.res5.parameters()).dtype
+        chunk_size = self.rois_at_a_time
+        if chunk_size and c4.device.type == "cpu" and self.config.roi_op == "pool":
+            for image, own in zip(c4, boxes, strict=True):
+                if len(own):
+                    yield from roi_pool_chunks(image, own, self.config.pool_size, 1 / STRIDE, chunk_size, dtype)
+            return
         rois = torch.cat([F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)])
-        features = [c4.new_zeros(0, self.config.resnet.res5_channels, dtype=torch.float32)]
-        for chunk in rois.split(self.rois_at_a_time or max(1, len(rois))):
+        for chunk in rois.split(chunk_size or max(1, len(rois))):
             if len(chunk):
-                pooled = self.pool(c4, chunk).to(dtype, memory_format=torch.channels_last)
-                features.append(res5(pooled).mean(dim=(2, 3), dtype=torch.float32))
-        return torch.cat(features)
+                yield self.pool(c4, chunk).to(dtype, memory_format=torch.channels_last)
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
         """Return a faster copy of the network, with the same outputs up to rounding.

@@ -14,6 +14,7 @@ from detectors.recipes import DetectorRecipe
 from training import distributed
 from training.distributed import World
 from training.loading import batches
+from training.operators import box_iou
 
 SCORE_THRESHOLD = 0.05  # detections must have a higher probability
 IOU_THRESHOLD = 0.5  # minimum IoU of a correct detection with an object's box
@@ -59,7 +60,7 @@ def validate(
         objects = image.boxes * np.array([width / image.width, height / image.height] * 2, np.float32)
         correct = match_detections(detections, objects, image.labels, IOU_THRESHOLD)
         rows.append((index, detections.labels, detections.scores, correct, image.labels))
-        iou = torchvision.ops.box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))
+        iou = box_iou(torch.from_numpy(objects), torch.from_numpy(proposals))
         covered += int((iou >= IOU_THRESHOLD).any(dim=1).sum())
     network.train(training)
     # Sorted by image, so that the order of equal scores does not depend on the number of ranks.
