@@ -137,7 +137,7 @@ def _check_caption(row: CaptionRow, reading: Reading, origin: str) -> CaptionRow
     """Return the row, with the status EMPTY_CAPTION if its caption has no visible character and it has no status."""
     if row.status or any(letter.isprintable() for letter in row.caption.replace(" ", "")):
         return row
-    detail = f"{reading.location(origin, row.row)} has no caption; set keep_empty_captions to collect it"
+    detail = f"{reading.location(origin, row.row)} has no caption; --keep_empty_captions collects it"
     return dataclasses.replace(row, status=Status.EMPTY_CAPTION, detail=detail)
 
 

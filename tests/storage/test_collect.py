@@ -204,7 +204,7 @@ def test_a_row_without_a_caption_has_a_status_unless_it_is_asked_for(keep: bool,
     files = {"images": str(tmp_path), "captions": str(tmp_path / "list.tsv")}
     quietly(tmp_path / "root", CollectSettings("captions", **files, keep_empty_captions=keep))
     assert keep or column(tmp_path / "root", "detail")[1].startswith(
-        "list.tsv:2 has no caption; set keep_empty_captions"
+        "list.tsv:2 has no caption; --keep_empty_captions"
     )
     kept = [keep or caption in ("a dog", ".", "\U0001f415") for caption in captions]
     assert statuses(tmp_path / "root") == ["ok" if one else "empty_caption" for one in kept]
@@ -217,7 +217,7 @@ def test_a_list_without_any_caption_is_collected_as_its_error_says(tmp_path: Pat
     (tmp_path / "a.jpg").write_bytes(encode(draw()))
     (tmp_path / "list.tsv").write_text(" \ta.jpg\n")
     settings = CollectSettings("captions", images=str(tmp_path), captions=str(tmp_path / "list.tsv"))
-    with pytest.raises(ValueError, match=r"1 empty_caption.*list\.tsv:1 has no caption; set keep_empty_captions"):
+    with pytest.raises(ValueError, match=r"1 empty_caption.*list\.tsv:1 has no caption; --keep_empty_captions"):
         quietly(tmp_path / "root", settings)
     quietly(tmp_path / "root", dataclasses.replace(settings, keep_empty_captions=True))
     assert statuses(tmp_path / "root") == ["ok"]

@@ -211,7 +211,8 @@ def test_a_predictor_has_a_device_and_says_when_it_knows_drawn_shapes_only(model
     asks = predictor(models, "pretraining", detector=WEIGHTS, device="cpu")
     assert asks.device == next(asks.model.parameters()).device == torch.device("cpu")
     with pytest.warns(
-        UserWarning, match="runs/pretraining/step-0000001 knows drawn shapes only, such as a blue circle"
+        UserWarning,
+        match="the detector of .*runs/pretraining/step-0000001 knows drawn shapes only, such as a blue circle",
     ):
         assert asks.detector.settings.device == "cpu"
     assert asks.detector.id == recorded(demo_detector())["id"]

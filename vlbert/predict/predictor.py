@@ -73,7 +73,9 @@ class Predictor:
         detector.network.to(self.device)
         classes = detector.metadata.get("classes") or ["others"]
         if all(name.split()[-1] in _DRAWN for name in classes):
-            warnings.warn(f"{self.checkpoint.uri} knows drawn shapes only, such as a {classes[0]}", stacklevel=2)
+            warnings.warn(
+                f"the detector of {self.checkpoint.uri} knows drawn shapes only, such as a {classes[0]}", stacklevel=2
+            )
         return detector
 
     def detect(self, image: AnyImage) -> Sample:
