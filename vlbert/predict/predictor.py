@@ -174,8 +174,8 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
     kind = printable(metadata.get("backend"))
     reason = f"its regions came from {kind} boxes" if metadata else "it has no description of a detector"
     if file is None:
-        raise ValueError(f"{source} cannot find regions: {reason}; name a detector: --detector FILE")
-    warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=3)
+        raise ValueError(f"{source} cannot find regions: {reason}; name a detector: detector=FILE (--detector FILE)")
+    warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=2)
     return detector_of_file(file, keep_features=config["model"].get("regions", {}).get("features") == "precomputed")
 
 
