@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
@@ -112,9 +113,13 @@ def test_a_training_shows_its_heartbeat_and_its_curves_then_its_metrics(
     beat = {"step": 5, "steps": 9, "state": "training", "losses": {"words": 1.2346}, "counts": {"skipped": 2}}
     beat |= {"seconds": 9.0, "seconds_left": 3723.0, "samples_per_second": 9.54, "data_wait": 0.031}
 
+    def put_heartbeat(time: str) -> None:
+        store.put("runs/r/heartbeat.json", json.dumps(beat | {"time": time}).encode())
+
     def training(watch) -> Trained:
+        put_heartbeat("2026-01-01T00:00:00.000+00:00")  # of the process that this training resumes
         watch()
-        store.put("runs/r/heartbeat.json", json.dumps(beat).encode())
+        put_heartbeat(datetime.now(UTC).isoformat())
         store.put("runs/r/metrics.jsonl", b'{"kind": "training", "step": 5, "loss_words": 1.2}\n')
         watch()
         return Trained("r", "recipe", "d-1", "abc", "s3://bucket/runs/r/step-9", {"accuracy": 0.5, "odd": None}, 1.0, 1)
