@@ -18,11 +18,12 @@ from vlbert.datasets.refcoco import INSTANCES, REFS
 from vlbert.datasets.retrieval import CAPTIONS
 from vlbert.datasets.vqa import frequent_answers, question_files
 
-SPLITS = ("train", "val", "testA", "testB")  # of the images, named as in RefCOCO+
-# Split -> part of COCO that its images belong to; VQA's splits have these names.
-PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
+SPLITS = ("train", "val", "testA")  # of the images, named as in RefCOCO+
+# Split -> VQA's split, which is in the names of images. VQA's own test splits have no answers.
+PARTS = {"train": "train2014", "val": "val2014", "testA": "eval2014"}
 ANSWERS = "answers_vqa.txt"
-OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # names in VCR and retrieval
+OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test"}  # names in VCR and retrieval
+RETRIEVAL_IMAGES = 200  # at most in a split for evaluation, because all captions are paired with all images
 VCR_MOVIE = "drawn_world"  # folder in vcr1images
 VCR_OBJECT = "kite"  # class of every object: VCR's objects have COCO's classes, and kites come in all shapes
 ITEMS = 2  # VCR items per image, each about a different object
@@ -77,7 +78,7 @@ def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
 
 
 def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the questions of all splits, ten answers to each question of train and val, and the answer list."""
+    """Make the questions of all splits, ten answers to each question, and the answer list."""
     unanswered = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
     for image in images:
@@ -108,9 +109,7 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
             "data_subtype": part,
         }
         contents = ({"task_type": "Open-Ended", "questions": unanswered[part]}, {"annotations": answered[part]})
-        files |= {
-            name: _json(metadata | content) for name, content in zip(question_files(part), contents, strict=False)
-        }
+        files |= {name: _json(metadata | content) for name, content in zip(question_files(part), contents, strict=True)}
     candidates = frequent_answers([*answered["train2014"], *answered["val2014"]])
     return files | {ANSWERS: "".join(f"{answer}\n" for answer in candidates).encode()}
 
@@ -123,7 +122,7 @@ def _metadata_name(file_name: str) -> str:
 
 
 def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the VCR items of all splits, without labels in the test split, and the metadata of all images."""
+    """Make the VCR items of all splits, all with labels, and the metadata of all images."""
     lines, files = {split: [] for split in OTHER_SPLITS.values()}, {}
     for image in images:
         objects, split = image.scene.objects, OTHER_SPLITS[image.split]
@@ -141,9 +140,9 @@ def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
                 "img_id": f"{split}-{image.number}",
                 "question_number": number,
                 "annot_id": f"{split}-{len(lines[split])}",
+                "answer_label": item.answer,
+                "rationale_label": item.rationale,
             }
-            if split != "test":
-                line |= {"answer_label": item.answer, "rationale_label": item.rationale}
             lines[split].append(json.dumps(line) + "\n")
     return {f"{split}.jsonl": "".join(lines[split]).encode() for split in lines} | files
 
@@ -180,8 +179,9 @@ def _polygon(obj: SceneObject) -> list[list[float]]:
 
 def retrieval_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
     """Make the caption file, with five different captions per image. Each caption names all objects."""
-    entries = []
-    for number, image in enumerate(images):
+    entries, by_split = [], {split: [image for image in images if image.split == split] for split in SPLITS}
+    used = [*by_split["train"], *by_split["val"][:RETRIEVAL_IMAGES], *by_split["testA"][:RETRIEVAL_IMAGES]]
+    for number, image in enumerate(used):
         rng, texts = np.random.default_rng([*seed, image.number]), {}
         while len(texts) < CAPTIONS:
             texts[make_caption(rng, image.scene)] = None

@@ -83,7 +83,7 @@ class Plan:
 _DEMO_WORDS = "blue circle cross green purple red ring square star triangle white yellow"
 DEMO_WORDS = tuple(_DEMO_WORDS.split())
 _DEMO_TASKS = {
-    "vqa": ComparedTask("VQA", "val2014", "accuracy"),
+    "vqa": ComparedTask("VQA", "eval2014", "accuracy"),
     "refcoco": ComparedTask("RefCOCO+", "testA", "accuracy_published"),
     "retrieval": ComparedTask("Retrieval, caption → image, R@1", "test", "image_r1", "image_ranks", within=1),
 }
