@@ -266,9 +266,9 @@ def evaluation(root: Path) -> Iterator[tuple[ObjectStore, Cell, str]]:
     """One of the tiny plan, and its folder: what a test changes in it is put back."""
     store, cells = open_store(str(root)), cells_of(compared.plan(), str(root), [])
     cell = next(one for one in cells if one.task and one.variant == "without")
-    names = [f"{cell.evaluation}/{name}" for name in ("metrics.json", "predictions.parquet")]
+    names = [f"{cell.evaluation(store)}/{name}" for name in ("metrics.json", "predictions.parquet")]
     before = {name: store.get(name) for name in names}
-    yield store, cell, cell.evaluation
+    yield store, cell, cell.evaluation(store)
     for name, data in before.items():
         store.put(name, data)
 

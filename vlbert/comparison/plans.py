@@ -38,6 +38,8 @@ class ComparedTask:
         column: Column of predictions.parquet.
         within: If `column` has ranks, the highest rank that scores 1 (others score 0). None if `column` has scores.
         chance: Name of the metric in metrics.json with the score of random guesses, or None.
+        best: Evaluate the checkpoint with the best validation instead of the last one. `split` must be another split
+            than that of the validation.
     """
 
     title: str
@@ -46,6 +48,7 @@ class ComparedTask:
     column: str = "score"
     within: int | None = None
     chance: str | None = "chance"
+    best: bool = False
 
 
 @dataclass(frozen=True)

@@ -108,10 +108,11 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
     """Read the scores of a cell's evaluation. Raises ValueError if the task's metric is not the mean of the scores."""
-    uri = store.uri(f"{cell.evaluation}/{METRICS}")
-    evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
+    folder = cell.evaluation(store)
+    uri = store.uri(f"{folder}/{METRICS}")
+    evaluation = parse_json(store.get(f"{folder}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
-    table = parse_parquet(store.get(f"{cell.evaluation}/{PREDICTIONS}"))
+    table = parse_parquet(store.get(f"{folder}/{PREDICTIONS}"))
     for name, names in ((task.metric, metrics), (task.column, table.column_names), (task.chance, metrics)):
         if name is not None and name not in names:
             available = ", ".join(other for other in names if "/" not in other)
