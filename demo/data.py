@@ -48,6 +48,7 @@ MAX_OBJECTS = 3  # maximum number of objects in a captioned image; the minimum i
 TASK_OBJECTS = (3, 5)  # minimum and maximum number of objects in a task image
 TASK_REFS = 2  # maximum number of objects in a task image that have a RefCOCO+ expression
 DESCRIPTION = "demo.json"  # written last: a folder without it is drawn again
+LABELS = (60, 240, 1000)  # numbers of labelled examples of RefCOCO+ and VQA to learn from
 ROWS_PER_SHARD = 100  # in the demo's datasets; a duplicate is recognised only in the same shard as its original
 
 CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
@@ -98,6 +99,7 @@ class DemoData:
         self.task_images = self.root / "coco"
         self.refcoco, self.vqa, self.vcr = self.root / "refcoco+", self.root / "vqa", self.root / "vcr"
         self.retrieval = self.root / "retrieval"
+        self.labels = self.root / "labels"
         self.refcoco_refs, self.refcoco_instances = (self.refcoco / name for name in REFCOCO_NAMES)
 
 
@@ -188,7 +190,10 @@ def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
 
 
 def draw_tasks(data: DemoData) -> None:
-    """Draw the task images into coco/, and write their annotations to refcoco+/, vqa/, vcr/ and retrieval/."""
+    """Draw the task images into coco/, and write their annotations to refcoco+/, vqa/, vcr/ and retrieval/.
+
+    labels/ has further copies of the first two, with few labels to train on.
+    """
     settings = data.settings
     data.task_images.mkdir(parents=True, exist_ok=True)
     coco, images = make_coco_file(), []
@@ -200,7 +205,16 @@ def draw_tasks(data: DemoData) -> None:
         scene, name = arrange(rng, objects), task_image_name(number, split)
         annotations = draw_into(coco, data.task_images, number, scene, rng, name)
         images.append(TaskImage(number, split, scene, annotations, expressions))
+    few = [
+        (data.labels / f"{name}-{labels}", files)
+        for labels in LABELS
+        for name, files in (
+            ("refcoco", refcoco_files(coco, images, labels)),
+            ("vqa", vqa_files(images, (settings.seed, _VQA_STREAM), labels)),
+        )
+    ]
     for folder, files in (
+        *few,
         (data.refcoco, refcoco_files(coco, images)),
         (data.vqa, vqa_files(images, (settings.seed, _VQA_STREAM))),
         (data.vcr, vcr_files(images, (settings.seed, _VCR_STREAM))),

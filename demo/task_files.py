@@ -53,8 +53,11 @@ def task_image_name(number: int, split: str) -> str:
 # --- RefCOCO+ ---------------------------------------------------------------------------------------------------------
 
 
-def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
-    """Make refs(unc).p, in Python 2's pickle protocol 0 as published, and instances.json."""
+def refcoco_files(coco: dict, images: Sequence[TaskImage], labels: int | None = None) -> dict[str, bytes]:
+    """Make refs(unc).p, in Python 2's pickle protocol 0 as published, and instances.json.
+
+    If `labels` is given, only so many expressions are there to train on.
+    """
     refs = []
     references = [(image, *reference) for image in images for reference in image.expressions.items()]
     for ref_id, (image, target, words) in enumerate(references):
@@ -71,14 +74,25 @@ def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
                 "category_id": annotation["category_id"],
             }
         )
+    trained_on = _sample([ref for ref in refs if ref["split"] == "train"], labels)
+    refs = trained_on + [ref for ref in refs if ref["split"] != "train"]
     return dict(zip(REFCOCO_NAMES, (pickle.dumps(refs, protocol=0), _json(coco)), strict=True))
+
+
+def _sample(entries: list[dict], labels: int | None) -> list[dict]:
+    """Return `labels` of the entries, in order, or all if it is None. More labels contain those of fewer."""
+    chosen = np.random.default_rng(0).permutation(len(entries))[:labels]
+    return [entries[number] for number in sorted(chosen.tolist())]
 
 
 # --- VQA 2.0 ----------------------------------------------------------------------------------------------------------
 
 
-def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the questions of all splits, ten answers to each question, and the answer list."""
+def vqa_files(images: Sequence[TaskImage], seed: Sequence[int], labels: int | None = None) -> dict[str, bytes]:
+    """Make the questions of all splits, ten answers to each question, and the answer list.
+
+    If `labels` is given, only so many questions are there to train on. The answer list is that of all questions.
+    """
     unanswered = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
     for image in images:
@@ -100,6 +114,9 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
                     ],
                 }
             )
+    candidates = frequent_answers([*answered["train2014"], *answered["val2014"]])
+    for entries in (unanswered, answered):
+        entries["train2014"] = _sample(entries["train2014"], labels)
     files = {}
     for part in unanswered:
         metadata = {
@@ -110,7 +127,6 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
         }
         contents = ({"task_type": "Open-Ended", "questions": unanswered[part]}, {"annotations": answered[part]})
         files |= {name: _json(metadata | content) for name, content in zip(question_files(part), contents, strict=True)}
-    candidates = frequent_answers([*answered["train2014"], *answered["val2014"]])
     return files | {ANSWERS: "".join(f"{answer}\n" for answer in candidates).encode()}
 
 
