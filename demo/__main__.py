@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.what == "compare":
             from demo.compare import run_comparison  # here, because it imports torch
 
-            sys.exit(run_comparison(chosen.root, chosen.seed, SEEDS, say))
+            sys.exit(run_comparison(chosen.root, chosen.seed, say))
         sys.exit(run_demo(chosen.root, chosen.seed, chosen.processes, chosen.what == "full"))
     except (ValueError, RuntimeError, ChildFailed, ConnectionError) as error:
         sys.exit(f"\nthe demo stopped: {error}\nComplete parts are kept; the same command resumes the demo.")

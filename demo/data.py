@@ -42,12 +42,13 @@ from demo.task_files import (
 )
 from storage.programs import Command, Flat, Positional
 
-DATA_VERSION = 5  # increase it whenever the same settings give different bytes
+DATA_VERSION = 6  # increase it whenever the same settings give different bytes
 DEFAULT_PORT = 8791
 MAX_OBJECTS = 3  # maximum number of objects in a captioned image; the minimum is 1
 TASK_OBJECTS = (3, 5)  # minimum and maximum number of objects in a task image
 TASK_REFS = 2  # maximum number of objects in a task image that have a RefCOCO+ expression
 DESCRIPTION = "demo.json"  # written last: a folder without it is drawn again
+LABELS = (60, 240, 1000)  # numbers of labelled examples of RefCOCO+ and VQA to learn from
 ROWS_PER_SHARD = 100  # in the demo's datasets; a duplicate is recognised only in the same shard as its original
 
 CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
@@ -57,14 +58,6 @@ VISUAL_WORDS = tuple(sorted([*COLOURS, *SHAPES]))  # words of a caption that can
 BROKEN_KINDS = ("404", "dropped", "html", "truncated", "slow", "bomb", "private-redirect", "duplicate")
 
 FIRST_TASK_IMAGE = 500_000  # first id of task images, above the ids of all captioned images
-# testA and testB have different categories, as in RefCOCO+, where testA has people and testB everything else.
-SPLIT_SHAPES = {
-    "train": SHAPES,
-    "val": SHAPES,
-    "testA": ("circle", "square", "triangle"),
-    "testB": ("star", "cross", "ring"),
-}
-
 # Each part of the data has its own random numbers, so that a change to one part does not change the others.
 _CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM, _RETRIEVAL_STREAM = range(7)
 
@@ -78,14 +71,15 @@ class DemoDataSettings:
     held_out_scenes: int = 300  # captioned images for validation
     broken_rows: int = 40  # additional rows of train.tsv that must not become samples; they cycle through all faults
     text_lines: int = 2000  # lines of text.txt
-    task_train: int = 400  # task images for training
-    task_held_out: int = 100  # task images in each of val, testA and testB
+    task_train: int = 500  # task images for training
+    task_val: int = 100  # task images for validation, which may choose a checkpoint
+    task_test: int = 500  # task images for tests, which choose nothing
 
     @property
     def task_images(self) -> list[tuple[int, str]]:
         """Image id and split of each task image."""
-        sizes = dict.fromkeys(SPLITS, self.task_held_out) | {"train": self.task_train}
-        return list(enumerate((split for split in SPLITS for _ in range(sizes[split])), FIRST_TASK_IMAGE))
+        sizes = zip(SPLITS, (self.task_train, self.task_val, self.task_test), strict=True)
+        return list(enumerate((split for split, size in sizes for _ in range(size)), FIRST_TASK_IMAGE))
 
 
 @dataclass
@@ -105,6 +99,7 @@ class DemoData:
         self.task_images = self.root / "coco"
         self.refcoco, self.vqa, self.vcr = self.root / "refcoco+", self.root / "vqa", self.root / "vcr"
         self.retrieval = self.root / "retrieval"
+        self.labels = self.root / "labels"
         self.refcoco_refs, self.refcoco_instances = (self.refcoco / name for name in REFCOCO_NAMES)
 
 
@@ -195,22 +190,31 @@ def write_caption_lists(data: DemoData, captions: Sequence[str]) -> None:
 
 
 def draw_tasks(data: DemoData) -> None:
-    """Draw the task images into coco/, and write their annotations to refcoco+/, vqa/, vcr/ and retrieval/."""
+    """Draw the task images into coco/, and write their annotations to refcoco+/, vqa/, vcr/ and retrieval/.
+
+    labels/ has further copies of the first two, with few labels to train on.
+    """
     settings = data.settings
     data.task_images.mkdir(parents=True, exist_ok=True)
     coco, images = make_coco_file(), []
     for index, (number, split) in enumerate(settings.task_images):
         rng = np.random.default_rng([settings.seed, _TASK_STREAM, index])
-        eligible = []
-        while not eligible:
-            objects = draw_task_appearances(rng, int(rng.integers(TASK_OBJECTS[0], TASK_OBJECTS[1] + 1)))
-            eligible = [i for i, appearance in enumerate(objects) if appearance.shape in SPLIT_SHAPES[split]]
-        targets = [eligible[i] for i in rng.permutation(len(eligible))[:TASK_REFS]]
+        objects = draw_task_appearances(rng, int(rng.integers(TASK_OBJECTS[0], TASK_OBJECTS[1] + 1)))
+        targets = rng.permutation(len(objects))[:TASK_REFS].tolist()
         expressions = {target: make_expression(rng, objects, target) for target in targets}
         scene, name = arrange(rng, objects), task_image_name(number, split)
         annotations = draw_into(coco, data.task_images, number, scene, rng, name)
         images.append(TaskImage(number, split, scene, annotations, expressions))
+    few = [
+        (data.labels / f"{name}-{labels}", files)
+        for labels in LABELS
+        for name, files in (
+            ("refcoco", refcoco_files(coco, images, labels)),
+            ("vqa", vqa_files(images, (settings.seed, _VQA_STREAM), labels)),
+        )
+    ]
     for folder, files in (
+        *few,
         (data.refcoco, refcoco_files(coco, images)),
         (data.vqa, vqa_files(images, (settings.seed, _VQA_STREAM))),
         (data.vcr, vcr_files(images, (settings.seed, _VCR_STREAM))),

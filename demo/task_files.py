@@ -18,11 +18,12 @@ from vlbert.datasets.refcoco import INSTANCES, REFS
 from vlbert.datasets.retrieval import CAPTIONS
 from vlbert.datasets.vqa import frequent_answers, question_files
 
-SPLITS = ("train", "val", "testA", "testB")  # of the images, named as in RefCOCO+
-# Split -> part of COCO that its images belong to; VQA's splits have these names.
-PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
+SPLITS = ("train", "val", "testA")  # of the images, named as in RefCOCO+
+# Split -> VQA's split, which is in the names of images. VQA's own test splits have no answers.
+PARTS = {"train": "train2014", "val": "val2014", "testA": "eval2014"}
 ANSWERS = "answers_vqa.txt"
-OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}  # names in VCR and retrieval
+OTHER_SPLITS = {"train": "train", "val": "val", "testA": "test"}  # names in VCR and retrieval
+RETRIEVAL_IMAGES = 200  # at most in a split for evaluation, because all captions are paired with all images
 VCR_MOVIE = "drawn_world"  # folder in vcr1images
 VCR_OBJECT = "kite"  # class of every object: VCR's objects have COCO's classes, and kites come in all shapes
 ITEMS = 2  # VCR items per image, each about a different object
@@ -52,8 +53,11 @@ def task_image_name(number: int, split: str) -> str:
 # --- RefCOCO+ ---------------------------------------------------------------------------------------------------------
 
 
-def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
-    """Make refs(unc).p, in Python 2's pickle protocol 0 as published, and instances.json."""
+def refcoco_files(coco: dict, images: Sequence[TaskImage], labels: int | None = None) -> dict[str, bytes]:
+    """Make refs(unc).p, in Python 2's pickle protocol 0 as published, and instances.json.
+
+    If `labels` is given, only so many expressions are there to train on.
+    """
     refs = []
     references = [(image, *reference) for image in images for reference in image.expressions.items()]
     for ref_id, (image, target, words) in enumerate(references):
@@ -70,14 +74,25 @@ def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
                 "category_id": annotation["category_id"],
             }
         )
+    trained_on = _sample([ref for ref in refs if ref["split"] == "train"], labels)
+    refs = trained_on + [ref for ref in refs if ref["split"] != "train"]
     return dict(zip(REFCOCO_NAMES, (pickle.dumps(refs, protocol=0), _json(coco)), strict=True))
+
+
+def _sample(entries: list[dict], labels: int | None) -> list[dict]:
+    """Return `labels` of the entries, in order, or all if it is None. More labels contain those of fewer."""
+    chosen = np.random.default_rng(0).permutation(len(entries))[:labels]
+    return [entries[number] for number in sorted(chosen.tolist())]
 
 
 # --- VQA 2.0 ----------------------------------------------------------------------------------------------------------
 
 
-def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the questions of all splits, ten answers to each question of train and val, and the answer list."""
+def vqa_files(images: Sequence[TaskImage], seed: Sequence[int], labels: int | None = None) -> dict[str, bytes]:
+    """Make the questions of all splits, ten answers to each question, and the answer list.
+
+    If `labels` is given, only so many questions are there to train on. The answer list is that of all questions.
+    """
     unanswered = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
     for image in images:
@@ -99,6 +114,9 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
                     ],
                 }
             )
+    candidates = frequent_answers([*answered["train2014"], *answered["val2014"]])
+    for entries in (unanswered, answered):
+        entries["train2014"] = _sample(entries["train2014"], labels)
     files = {}
     for part in unanswered:
         metadata = {
@@ -108,10 +126,7 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
             "data_subtype": part,
         }
         contents = ({"task_type": "Open-Ended", "questions": unanswered[part]}, {"annotations": answered[part]})
-        files |= {
-            name: _json(metadata | content) for name, content in zip(question_files(part), contents, strict=False)
-        }
-    candidates = frequent_answers([*answered["train2014"], *answered["val2014"]])
+        files |= {name: _json(metadata | content) for name, content in zip(question_files(part), contents, strict=True)}
     return files | {ANSWERS: "".join(f"{answer}\n" for answer in candidates).encode()}
 
 
@@ -123,7 +138,7 @@ def _metadata_name(file_name: str) -> str:
 
 
 def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
-    """Make the VCR items of all splits, without labels in the test split, and the metadata of all images."""
+    """Make the VCR items of all splits, all with labels, and the metadata of all images."""
     lines, files = {split: [] for split in OTHER_SPLITS.values()}, {}
     for image in images:
         objects, split = image.scene.objects, OTHER_SPLITS[image.split]
@@ -141,9 +156,9 @@ def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
                 "img_id": f"{split}-{image.number}",
                 "question_number": number,
                 "annot_id": f"{split}-{len(lines[split])}",
+                "answer_label": item.answer,
+                "rationale_label": item.rationale,
             }
-            if split != "test":
-                line |= {"answer_label": item.answer, "rationale_label": item.rationale}
             lines[split].append(json.dumps(line) + "\n")
     return {f"{split}.jsonl": "".join(lines[split]).encode() for split in lines} | files
 
@@ -180,8 +195,9 @@ def _polygon(obj: SceneObject) -> list[list[float]]:
 
 def retrieval_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
     """Make the caption file, with five different captions per image. Each caption names all objects."""
-    entries = []
-    for number, image in enumerate(images):
+    entries, by_split = [], {split: [image for image in images if image.split == split] for split in SPLITS}
+    used = [*by_split["train"], *by_split["val"][:RETRIEVAL_IMAGES], *by_split["testA"][:RETRIEVAL_IMAGES]]
+    for number, image in enumerate(used):
         rng, texts = np.random.default_rng([*seed, image.number]), {}
         while len(texts) < CAPTIONS:
             texts[make_caption(rng, image.scene)] = None

@@ -196,7 +196,7 @@ def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoData]:
     """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ images; served while the tests run."""
-    of_tasks = {"task_train": 7, "task_held_out": 3}
+    of_tasks = {"task_train": 7, "task_val": 3, "task_test": 6}
     settings = DemoDataSettings(train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, **of_tasks)
     drawn = draw_demo_data(tmp_path_factory.mktemp("data"), settings, free_port())
     with DemoServer(drawn.root):

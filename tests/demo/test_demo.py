@@ -19,7 +19,9 @@ from detectors.weights.files import read_config
 from flows.settings import quiet_prefect
 from vlbert.recipes.demo import DEMO
 
-TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
+TINY = DemoDataSettings(
+    train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_val=0, task_test=0
+)
 GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
 
 

@@ -23,7 +23,9 @@ from storage.object_store import open_store
 from storage.safe_json import printable
 from storage.sample import Regions, Sample, sample_key
 
-TINY = DemoDataSettings(train_scenes=3, held_out_scenes=2, broken_rows=0, text_lines=2, task_train=1, task_held_out=2)
+TINY = DemoDataSettings(
+    train_scenes=3, held_out_scenes=2, broken_rows=0, text_lines=2, task_train=1, task_val=2, task_test=4
+)
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>\u202e'
 CLASSES = [{"class": name, "average_precision": value} for name, value in (("red star", 0.5), ("blue ring", 0.995))]
 METRICS = {"map50": 0.8437, "map50_weighted": 0.8281, "proposal_recall": 0.9688}

@@ -25,7 +25,7 @@ from storage.settings import override
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
     """With so many questions that an answer comes nine times, as the task of VQA needs."""
     settings = {"train_scenes": 2, "held_out_scenes": 1, "broken_rows": 0, "text_lines": 1, "task_train": 24}
-    return draw_demo_data(tmp_path_factory.mktemp("data"), DemoDataSettings(**settings, task_held_out=0))
+    return draw_demo_data(tmp_path_factory.mktemp("data"), DemoDataSettings(**settings, task_val=0, task_test=0))
 
 
 @pytest.fixture

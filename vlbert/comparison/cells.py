@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from storage.object_store import ObjectStore, open_store
-from storage.runs import checkpoints, folder_of, read_state
+from storage.runs import best_checkpoint, checkpoints, folder_of, read_state
 from storage.settings import named_fields
 from training import distributed
 from training.checkpoint import MODEL
@@ -45,6 +45,7 @@ class Cell:
         fields: Command-line arguments with which the recipe was made.
         needs: Pre-training cell whose checkpoint this cell starts from, or None if there is none.
         split: Split to evaluate on, or None for a pre-training run, which is not evaluated.
+        best: Whether to evaluate the checkpoint with the best validation instead of the last one.
     """
 
     variant: str
@@ -54,6 +55,7 @@ class Cell:
     fields: tuple[str, ...]
     needs: "Cell | None"
     split: str | None
+    best: bool = False
 
     @property
     def run(self) -> str:
@@ -64,10 +66,14 @@ class Cell:
         """Folder of the run's last checkpoint, relative to the root."""
         return folder_of(self.run, self.recipe.steps)
 
-    @property
-    def evaluation(self) -> str:
-        """Folder of the run's evaluation, relative to the root."""
-        run, step = self.checkpoint.rsplit("/", 1)
+    def evaluated(self, store: ObjectStore) -> str:
+        """Return the folder of the checkpoint to evaluate, relative to the root."""
+        best = best_checkpoint(store, self.run) if self.best else None
+        return best.checkpoint if best else self.checkpoint
+
+    def evaluation(self, store: ObjectStore) -> str:
+        """Return the folder of the run's evaluation, relative to the root."""
+        run, step = self.evaluated(store).rsplit("/", 1)
         return f"{run}/evaluations/{self.split}-{step}"
 
     @property
@@ -142,7 +148,10 @@ def _make_cell(
         check_complete(recipe)
     except ValueError as error:
         raise ValueError(f"{run}: {error}") from error
-    return Cell(variant, task, seed, recipe, tuple(changes), needs, plan.tasks[task].split if task else None)
+    asked = plan.tasks[task] if task else None
+    return Cell(
+        variant, task, seed, recipe, tuple(changes), needs, asked.split if asked else None, bool(asked and asked.best)
+    )
 
 
 def is_done(cell: Cell, root: str) -> bool:
@@ -154,7 +163,8 @@ def is_done(cell: Cell, root: str) -> bool:
         return False
     if cell.split is None:
         return True
-    return find_evaluation(cell.recipe, store.uri(cell.checkpoint), cell.split, cell.evaluation_changes) is not None
+    found = find_evaluation(cell.recipe, store.uri(cell.evaluated(store)), cell.split, cell.evaluation_changes)
+    return found is not None
 
 
 def _started_from(store: ObjectStore, checkpoint: str, pretraining: Cell) -> bool:
@@ -209,7 +219,7 @@ def _train_and_evaluate(cell: Cell, root: str) -> None:
         )
     train(cell.recipe, world)
     if cell.split:
-        evaluate(cell.recipe, [store.uri(cell.checkpoint)], cell.split, cell.evaluation_changes, None, world)
+        evaluate(cell.recipe, [store.uri(cell.evaluated(store))], cell.split, cell.evaluation_changes, None, world)
 
 
 def _stop_with_parent() -> None:

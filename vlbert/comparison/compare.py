@@ -76,8 +76,8 @@ class Comparison:
         multiprocessing.get_context("forkserver").set_forkserver_preload(["vlbert.comparison.cells"])
         pool = ThreadPoolExecutor(self.jobs, initializer=lambda: setattr(local, "slot", next(numbers)))
         with tempfile.TemporaryDirectory() as folder, pool, self._stop_on_signals():
-            # Pre-training first, so that it has started before fine-tuning waits for it.
-            for cell in sorted(self.cells, key=lambda cell: cell.task is not None):
+            # What waits for pre-training last, so that none of the processes is idle.
+            for cell in sorted(self.cells, key=lambda cell: (cell.needs is not None, cell.task is not None)):
                 if cell.run not in done:
                     needed = futures.get(cell.needs.run) if cell.needs else None
                     output = Path(folder, f"{cell.run}.log")

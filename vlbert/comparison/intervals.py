@@ -1,61 +1,56 @@
-"""Confidence intervals of means: a paired bootstrap over the examples, and Student's t over the seeds."""
+"""Confidence intervals of means and of differences, over training seeds and test examples."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import t
 
-REPLICATES = 5_000
-_COVERAGE = 0.95
-_SEED = 20_190_822  # of all resampling, so that the same scores give the same intervals
-_CHUNK = 2**23  # examples drawn at once
+_COVERAGE, _POWER = 0.95, 0.8
+LEVEL = 1 - _COVERAGE  # probability of calling any pair of equal models different
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the bounds of its 95 % confidence interval."""
+    """A mean or a difference of means, its 95 % confidence interval, and the p-value of the hypothesis that it is 0."""
 
     mean: float
     low: float
     high: float
+    p: float
+    error: float  # standard error
+    freedom: float  # degrees of freedom of Student's t
 
 
-def interval(scores: np.ndarray) -> Interval:
-    """Return the mean of scores [seeds, examples] with its 95 % confidence interval.
+def interval(scores: np.ndarray, minus: np.ndarray | None = None) -> Interval | None:
+    """Return the mean of scores [seeds, examples] with its interval, or None if there are fewer than two seeds.
 
-    To compare two models, pass the difference of their scores, so that the same examples are resampled for both. The
-    interval combines the variation over examples (bootstrap, width b) and over seeds (Student's t, width t): on each
-    side of the mean, its width is sqrt(b² + t²). With one seed, t is 0.
+    With `minus`, return the difference of the two means. Both have the same examples, but independent seeds. Variances
+    over the seeds of each and over the examples add up, and so do the degrees of freedom (Welch 1947).
     """
-    mean, over_seeds = float(scores.mean()), _width_over_seeds(scores.mean(1))
-    low, high = np.quantile(_resample_means(scores.mean(0)), [(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2])
-    return Interval(mean, mean - math.hypot(mean - low, over_seeds), mean + math.hypot(high - mean, over_seeds))
+    groups = [scores] if minus is None else [scores, minus]
+    if min(len(group) for group in groups) < 2:
+        return None
+    over_examples = scores.mean(0) - (0 if minus is None else minus.mean(0))
+    means = [group.mean(1) for group in groups] + [over_examples] * (len(over_examples) > 1)
+    parts = [(values.var(ddof=1) / len(values), len(values) - 1) for values in means]
+    variance, mean = sum(part for part, _ in parts), float(over_examples.mean())
+    error = math.sqrt(variance)
+    freedom = variance**2 / sum(part**2 / n for part, n in parts) if variance else math.inf
+    half = t.ppf((1 + _COVERAGE) / 2, freedom) * error
+    p = 2 * t.sf(abs(mean) / error, freedom) if error else float(mean == 0)
+    return Interval(mean, float(mean - half), float(mean + half), float(p), error, float(freedom))
 
 
-def _resample_means(scores: np.ndarray) -> np.ndarray:
-    """Return the means [REPLICATES] of bootstrap resamples of scores [examples].
-
-    Each resample draws n - 1 of the n scores with replacement (Rao and Wu 1988). With n draws, the spread would be too
-    small by a factor of sqrt((n - 1) / n).
-    """
-    rng, n = np.random.default_rng(_SEED), len(scores)
-    size, draws = max(1, _CHUNK // n), max(1, n - 1)
-    parts = [min(size, REPLICATES - start) for start in range(0, REPLICATES, size)]
-    return np.concatenate([scores[rng.integers(0, n, (part, draws))].mean(1) for part in parts])
+def correct(p: Sequence[float]) -> list[float]:
+    """Return the p-values of several tests, corrected for their number (Holm 1979)."""
+    order = np.argsort(p)
+    corrected = np.empty(len(p))
+    corrected[order] = np.maximum.accumulate(np.asarray(p)[order] * np.arange(len(p), 0, -1)).clip(max=1)
+    return corrected.tolist()
 
 
-def _width_over_seeds(means: np.ndarray) -> float:
-    """Return the half-width of the 95 % interval for the mean of `means` [seeds]; 0 for one seed."""
-    if len(means) == 1:
-        return 0.0
-    # Not a bootstrap: percentiles over three seeds are at best normal ones, too narrow by a factor of 2.2.
-    return t_quantile(len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))
-
-
-def t_quantile(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom."""
-    # With t = sqrt(freedom) tan(angle), the density of the angle is cos(angle) ** (freedom - 1).
-    angles = np.linspace(0, min(math.pi / 2, 60 / math.sqrt(freedom)), 20_001)
-    density = np.cos(angles) ** (freedom - 1)
-    mass = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(freedom) * math.tan(np.interp(_COVERAGE * mass[-1], mass, angles))
+def detectable(error: float, freedom: float, tests: int) -> float:
+    """Return the difference that one of `tests` tests finds with a probability of 0.8, given its standard error."""
+    return float(error * (t.ppf(1 - LEVEL / 2 / tests, freedom) + t.ppf(_POWER, freedom)))

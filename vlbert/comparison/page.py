@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vlbert.comparison.intervals import LEVEL
 from vlbert.evaluation.results_page import render
 
 
 def page(summary: Mapping[str, Any]) -> bytes:
     """Return the comparison's HTML page. `summary` is the content of numbers.json."""
-    pairs = sum(len(task["pairs"]) for task in summary["tasks"].values())
-    values = {"summary": summary, "by_chance": round(0.05 * pairs), "pairs": pairs}
+    pairs = [pair for task in summary["tasks"].values() for pair in task["pairs"] if pair["p"] is not None]
+    values = {"summary": summary, "pairs": len(pairs), "by_chance": round(LEVEL * len(pairs))}
     template = Path(__file__).parent / "comparison.html.j2"
     return render(template, values, percent=percent, points=points, whole="{:,}".format).encode()
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from training.program import find_recipe
 
@@ -38,6 +38,8 @@ class ComparedTask:
         column: Column of predictions.parquet.
         within: If `column` has ranks, the highest rank that scores 1 (others score 0). None if `column` has scores.
         chance: Name of the metric in metrics.json with the score of random guesses, or None.
+        best: Evaluate the checkpoint with the best validation instead of the last one. `split` must be another split
+            than that of the validation.
     """
 
     title: str
@@ -46,6 +48,7 @@ class ComparedTask:
     column: str = "score"
     within: int | None = None
     chance: str | None = "chance"
+    best: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,50 +85,57 @@ class Plan:
 # Words of the captions that can only be predicted from the image: demo/scenes.py.
 _DEMO_WORDS = "blue circle cross green purple red ring square star triangle white yellow"
 DEMO_WORDS = tuple(_DEMO_WORDS.split())
-_DEMO = ("--size=demo", "--vocabulary={root}/text/vocab.txt")
 _DEMO_TASKS = {
-    "vqa": ComparedTask("VQA", "val2014", "accuracy"),
-    "refcoco": ComparedTask("RefCOCO+", "val", "accuracy_published"),
-    "vcr": ComparedTask("VCR, Q→A", "val", "answer_accuracy"),
-    "retrieval": ComparedTask("Retrieval, caption → image, R@1", "val", "image_r1", "image_ranks", within=1),
+    "vqa": ComparedTask("VQA", "eval2014", "accuracy"),
+    "refcoco": ComparedTask("RefCOCO+", "testA", "accuracy_published"),
+    "retrieval": ComparedTask("Retrieval, caption → image, R@1", "test", "image_r1", "image_ranks", within=1),
 }
 _DEMO_FIELDS = {
     "vqa": ("--task.folder={root}/data/vqa", "--task.answers=18"),
     "refcoco": ("--task.folder={root}/data/refcoco+",),
-    "vcr": ("--task.folder={root}/data/vcr", "--task.subtask=answer"),
     "retrieval": ("--task.folder={root}/data/retrieval",),
 }
 _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regions_accuracy_grounding_gap")
+# VL-BERT's recipes with these changes of the model: heads, losses, data and steps are the same.
+_ARCHITECTURES = {
+    "vlbert": ("VL-BERT: one stream, each word sees the whole image", ()),
+    "unicoder_vl": ("Unicoder-VL: one stream", ("--model.embedding=separate", "--model.whole_image=none")),
+    "vilbert": ("ViLBERT: two streams", ("--model.embedding=separate", "--model.layers=TXTVXTV")),
+}
+_OBJECTIVES = {
+    "words": ("masked words", ("--task.regions.probability=0",)),
+    "regions": ("+ masked regions", ()),
+    "matching": ("+ matching of caption and image", ("--task.relationship", "--task.mismatched=0.5")),
+}
 
 
 def family_demo() -> Plan:
-    """Return a plan that compares VL-BERT, Unicoder-VL and ViLBERT on the synthetic images of demo/scenes.py."""
-    # In the recipes' 600 steps, the last two only begin to learn which captions and images belong together.
-    longer = ("--steps=1000", "--validate_every=500", "--save_every=500")
-    corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
-    rows = {
-        "vlbert": ("VL-BERT, end to end", "vlbert", "", ("--model.regions.weights={root}/detector.safetensors",)),
-        "precomputed": ("VL-BERT, precomputed features", "vlbert", "", ("--features=precomputed",)),
-        "unicoder_vl": ("Unicoder-VL", "unicoder_vl", "_unicoder_vl", ()),
-        "vilbert": ("ViLBERT", "vilbert", "_vilbert", ()),
+    """Return a plan that compares VL-BERT's, Unicoder-VL's and ViLBERT's architectures on the scenes of demo/scenes.py.
+
+    Only the architecture varies. Features are precomputed.
+    """
+    variants = {
+        name: _demo_variant(title, _OBJECTIVES["matching"][1], model) for name, (title, model) in _ARCHITECTURES.items()
     }
-    return Plan(
-        name="family_demo",
-        title="VL-BERT, Unicoder-VL and ViLBERT on drawn scenes",
-        variants={
-            name: Variant(
-                title,
-                Training(f"pretrain_{model}", (*_DEMO, *features, *corpus, *longer)),
-                {
-                    task: Training(f"finetune_{task}{suffix}", (*_DEMO, *features, *_DEMO_FIELDS[task]))
-                    for task in _DEMO_TASKS
-                },
-            )
-            for name, (title, model, suffix, features) in rows.items()
-        },
-        tasks=_DEMO_TASKS,
-        pretraining_metrics=_DEMO_METRICS,
-    )
+    return _demo_plan("family_demo", "VL-BERT, Unicoder-VL and ViLBERT on drawn scenes", variants)
+
+
+def objectives_demo() -> Plan:
+    """Return a plan that compares VL-BERT's objectives of pre-training on the scenes of demo/scenes.py."""
+    variants = {name: _demo_variant(title, objective) for name, (title, objective) in _OBJECTIVES.items()}
+    variants["without"] = replace(variants["words"], title="without pre-training", pretraining=None)
+    return _demo_plan("objectives_demo", "What VL-BERT learns from in pre-training, on drawn scenes", variants)
+
+
+def _demo_variant(title: str, objective: tuple[str, ...], model: tuple[str, ...] = ()) -> Variant:
+    common = ("--size=demo", "--features=precomputed", "--vocabulary={root}/text/vocab.txt", *model)
+    corpus = ("--data.text_corpus={root}/text", "--task.monitored_words", *DEMO_WORDS)
+    finetunings = {task: Training(f"finetune_{task}", (*common, *_DEMO_FIELDS[task])) for task in _DEMO_TASKS}
+    return Variant(title, Training("pretrain_vlbert", (*common, *corpus, *objective)), finetunings)
+
+
+def _demo_plan(name: str, title: str, variants: Mapping[str, Variant]) -> Plan:
+    return Plan(name, title, variants, _DEMO_TASKS, tuple(range(10)), _DEMO_METRICS)
 
 
 # --- VL-BERT's Table 4 ------------------------------------------------------------------------------------------------
@@ -179,7 +189,7 @@ def table4() -> Plan:
     return Plan("table4", "VL-BERT's Table 4", variants, tasks, paper=paper)
 
 
-PLANS = {plan.__name__: plan for plan in (family_demo, table4)}
+PLANS = {plan.__name__: plan for plan in (family_demo, objectives_demo, table4)}
 
 
 def find_plan(name: str) -> Plan:

@@ -12,7 +12,7 @@ from storage.object_store import ObjectStore
 from storage.safe_json import parse_json
 from training.log import last_metrics
 from vlbert.comparison.cells import Cell
-from vlbert.comparison.intervals import REPLICATES, interval
+from vlbert.comparison.intervals import LEVEL, correct, detectable, interval
 from vlbert.comparison.plans import ComparedTask, Plan
 from vlbert.evaluation.results import METRICS, PREDICTIONS, warnings
 
@@ -36,12 +36,13 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
     """
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
+    tasks = {name: _summarise_task(plan, store, name, complete) for name in plan.tasks}
+    _judge([pair for task in tasks.values() for pair in task["pairs"] if pair["p"] is not None])
     return {
         "plan": plan.name,
         "title": plan.title,
         "paper": plan.paper,
         "seeds": sorted({cell.seed for cell in cells}),
-        "replicates": REPLICATES,
         "variants": {
             name: {
                 "title": variant.title,
@@ -50,7 +51,7 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
             }
             for name, variant in plan.variants.items()
         },
-        "tasks": {name: _summarise_task(plan, store, name, complete) for name in plan.tasks},
+        "tasks": tasks,
         "pretraining": {name: _summarise_metric(store, name, pretrainings) for name in plan.pretraining_metrics},
         "failed": [
             {"run": c.run, "variant": c.variant, "task": c.task, "seed": c.seed, "reason": failed[c.run]}
@@ -73,12 +74,12 @@ def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[C
         for variant in plan.variants
     }
     chances = [value for each in evaluations if task.chance and (value := each.metrics[task.chance]) is not None]
-    means = {
-        variant: asdict(interval(_stack_scores(by_seed, [*by_seed])))
-        | {"seeds": {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}}
-        for variant, by_seed in by_variant.items()
-        if by_seed
-    }
+    means = {}
+    for variant, by_seed in by_variant.items():
+        if by_seed:
+            scores = np.stack([each.scores for each in by_seed.values()])
+            seeds = {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}
+            means[variant] = _numbers(scores) | {"seeds": seeds}
     return {
         "title": task.title,
         "split": task.split,
@@ -107,10 +108,11 @@ def _check_same_examples(evaluations: list[Evaluation]) -> None:
 
 def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluation:
     """Read the scores of a cell's evaluation. Raises ValueError if the task's metric is not the mean of the scores."""
-    uri = store.uri(f"{cell.evaluation}/{METRICS}")
-    evaluation = parse_json(store.get(f"{cell.evaluation}/{METRICS}"), uri)
+    folder = cell.evaluation(store)
+    uri = store.uri(f"{folder}/{METRICS}")
+    evaluation = parse_json(store.get(f"{folder}/{METRICS}"), uri)
     metrics = evaluation["metrics"]
-    table = parse_parquet(store.get(f"{cell.evaluation}/{PREDICTIONS}"))
+    table = parse_parquet(store.get(f"{folder}/{PREDICTIONS}"))
     for name, names in ((task.metric, metrics), (task.column, table.column_names), (task.chance, metrics)):
         if name is not None and name not in names:
             available = ", ".join(other for other in names if "/" not in other)
@@ -135,24 +137,23 @@ def score_of(value: Any, within: int | None) -> float:
 
 
 def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
-    """Return the mean difference (first minus second) between two variants over their common seeds.
-
-    The mean and its interval are None if the variants have no seed in common.
-    """
-    minuend, subtrahend = by_variant[first], by_variant[second]
-    seeds = [seed for seed in minuend if seed in subtrahend]
-    pair = {"first": first, "second": second, "seeds": seeds}
-    if not seeds:
-        return pair | {"mean": None, "low": None, "high": None, "differs": None}
-    difference = interval(_stack_scores(minuend, seeds, subtrahend))
-    return pair | asdict(difference) | {"differs": not difference.low <= 0 <= difference.high}
+    """Return the difference (first minus second) between two variants over their seeds."""
+    scores = (np.stack([each.scores for each in by_variant[name].values()]) for name in (first, second))
+    return {"first": first, "second": second, **_numbers(*scores), "differs": None}
 
 
-def _stack_scores(
-    by_seed: Mapping[int, Evaluation], seeds: Sequence[int], minus: Mapping[int, Evaluation] | None = None
-) -> np.ndarray:
-    """Return the scores [seeds, examples] of a variant, minus those of another variant if given."""
-    return np.stack([by_seed[seed].scores - (minus[seed].scores if minus else 0.0) for seed in seeds])
+def _numbers(scores: np.ndarray, minus: np.ndarray | None = None) -> dict[str, Any]:
+    """Return the fields of `interval`. With fewer than two seeds, all but the mean are None."""
+    mean = float(scores.mean() - (0 if minus is None else minus.mean()))
+    found = interval(scores, minus)
+    return {"mean": mean, "low": None, "high": None, "p": None} | (asdict(found) if found else {})
+
+
+def _judge(pairs: Sequence[dict[str, Any]]) -> None:
+    """Correct the p-values of all pairs for their number, and add which pairs differ and which would be seen to."""
+    for pair, p in zip(pairs, correct([pair["p"] for pair in pairs]), strict=True):
+        seen = detectable(pair["error"], pair["freedom"], len(pairs))
+        pair |= {"p": p, "differs": p < LEVEL, "detectable": seen}
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:
