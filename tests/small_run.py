@@ -69,7 +69,7 @@ def run_small(
     settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": (), "run": "run"}
     settings |= changes
     network = Network()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW([{"params": network.parameters(), "name": "rest"}], lr=0.1)
     with Writer(store) as writer:
         run = SmallRun(
             recipe=make_dataclass("SmallRecipe", settings)(**settings),

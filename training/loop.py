@@ -21,7 +21,7 @@ from training.checkpoint import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 from training.distributed import World
 from training.log import RunLog, Unreadable
 from training.metrics import Losses, RunningAverages, Step, mean_loss, peak_memory, sum_losses, with_wait_times
-from training.optimizer import clip_gradients, set_learning_rate
+from training.optimizer import clip_gradients, learning_rates, set_learning_rate
 from training.program import find_trackers
 from training.skipping import Skipping, running_statistics
 from training.stopping import Stop, Stopped
@@ -171,7 +171,7 @@ def finish_step(
     if saves or done % recipe.log_every == 0:
         averages.counts.update(run.note_unreadable(run.unreadable))
         if log:
-            log.training(done, averages, run.optimizer.param_groups[0]["lr"], peak_memory(world.device))
+            log.training(done, averages, learning_rates(run.optimizer), peak_memory(world.device))
         averages.reset()
     if validates and run.validate:
         with averages.paused(), log.during("validating") if log else contextlib.nullcontext():
