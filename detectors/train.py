@@ -101,8 +101,7 @@ class DetectorRun(Run):
         files[OPTIMIZER] = optimizer_tensors(self.network, self.optimizer)
         state: dict[str, Any] = {"step": done, "steps": recipe.steps, "data": self.truth.hash}
         state |= {"validation": dict(validation), "loop": loop_state}
-        name, keep = recipe.run, recipe.keep_checkpoints
-        write_checkpoint(self.writer, name, done, recipe.steps, files, state, keep, BEST_BY)
+        write_checkpoint(self.writer, recipe, done, files, state, BEST_BY)
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:

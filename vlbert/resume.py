@@ -57,7 +57,7 @@ def start_or_resume(
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:
-            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)  # a killed run may not have done this
+            prune_checkpoints(store, recipe)  # a killed run may not have done this
         if message := _completion_message(recipe, resumed):
             report(message)
             return None
@@ -92,7 +92,7 @@ def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
         check_unchanged(recipe, resumed)
         message = _completion_message(recipe, resumed)
         if message:
-            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)
+            prune_checkpoints(store, recipe)
         return message
     except (*EXPECTED, OSError):
         return None

@@ -27,6 +27,7 @@ from training.checkpoint import Writer, write_checkpoint
 from training.distributed import ALONE
 from training.log import read_heartbeat, read_metrics
 from training.metrics import Step
+from training.recipe import RunSettings
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop, Stopped
 from vlbert.data.batch import Batch
@@ -105,10 +106,10 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
 
 
 def test_a_run_that_fails_waits_for_its_checkpoint_and_names_it(tmp_path):
-    store = Held(tmp_path, "state.json")
+    store, recipe = Held(tmp_path, "state.json"), RunSettings(name="run", keep_checkpoints=1)
 
     def save(writer: Writer, done: int, state: dict) -> None:
-        write_checkpoint(writer, "run", done, 6, {}, {"step": done}, 1, None)
+        write_checkpoint(writer, recipe, done, {}, {"step": done}, None)
         threading.Timer(0.3, store.let_through.set).start()
 
     with pytest.raises(FloatingPointError, match=f"last good checkpoint is {tmp_path}/runs/run/step-0000002. "):
