@@ -2,7 +2,6 @@
 
 import faulthandler
 import itertools
-import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,16 +14,14 @@ from training.stopping import ignore_group_signals
 # Errors of data, settings or storage: programs print them as one line without a traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
 
-MOST_SILENT = (
-    600.0  # seconds; a worker that loads nothing for longer hangs: reads end after half of it (storage/reading.py)
-)
+MAX_SECONDS = 600.0  # for one item. A worker that takes longer hangs: reads end after half of it (storage/reading.py)
 
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
     """Yield data[step] for each of `steps`, in order, loaded ahead of time by `workers` processes.
 
     The batches are on `device`. If a worker process raises one of the errors in EXPECTED, the error is raised here with
-    its original type. Raises StorageUnreachable, and kills the workers, if one hangs for MOST_SILENT seconds.
+    its original type. A worker that hangs prints its stack after MAX_SECONDS and exits, which raises RuntimeError here.
     """
     loader = DataLoader(
         _ErrorsAsItems(data),
@@ -38,34 +35,11 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
         multiprocessing_context="fork" if workers else None,
         pin_memory=device.type != "cpu",
         worker_init_fn=_start_worker if workers else None,
-        timeout=MOST_SILENT if workers else 0,
     )
-    loaded = _name_hanging(loader, steps, workers)
-    for batch in loaded if device.type == "cpu" else copy_ahead(loaded, device):
+    for batch in loader if device.type == "cpu" else copy_ahead(loader, device):
         if isinstance(batch, EXPECTED):
             raise batch
         yield batch
-
-
-def _name_hanging(loader: DataLoader, steps: Sequence[int], workers: int) -> Iterator[Any]:
-    """Yield the loader's items. Raises StorageUnreachable, and kills the workers, if one of them hangs."""
-    items = iter(loader)
-    for number, step in enumerate(steps):
-        hangs = False
-        try:
-            yield next(items)
-        except RuntimeError as error:
-            hangs = "DataLoader timed out" in str(error)
-            if not hangs:
-                raise
-        if hangs:
-            del items  # ends the workers, but for one that holds the GIL in a read
-            for child in multiprocessing.active_children():
-                child.kill()
-            raise StorageUnreachable(
-                f"loading worker {number % workers} hangs: batch {step} has not come for {MOST_SILENT:g} s (its stack "
-                "is in the log above). Mend the storage that it reads; the next start resumes from the last checkpoint"
-            )
 
 
 def copy_ahead(items: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -101,7 +75,7 @@ class _ErrorsAsItems(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         if get_worker_info():
-            faulthandler.dump_traceback_later(0.9 * MOST_SILENT)
+            faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
         try:
             return self.data[index]
         except EXPECTED as error:
