@@ -194,6 +194,8 @@ def write_checkpoint(
             writer.saved = uri
         best = prune_checkpoints(writer.store, recipe, writer.log)
         suffix = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
+        if step == recipe.steps and not state["validation"]:
+            suffix = "  WITHOUT VALIDATION: no checkpoint is known to be good or the best"
         writer.log(f"step {step}/{recipe.steps}  saved {uri}{suffix}")
 
     writer.submit(job, write)

@@ -75,7 +75,7 @@ class _ErrorsAsItems(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         if get_worker_info():
-            faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(MAX_SECONDS, exit=True, file=2)
         try:
             return self.data[index]
         except EXPECTED as error:

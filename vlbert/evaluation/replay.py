@@ -33,7 +33,7 @@ from vlbert.data.samples import open_samples
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results_page import render
 from vlbert.evaluation.whence import check_count
-from vlbert.resume import open_data, saved_of
+from vlbert.resume import examples_of, open_data, saved_of
 from vlbert.tasks.base import Task
 
 _MAX_LABELLED = 12  # labelled regions to number on the image, in addition to masked and mentioned ones
@@ -89,7 +89,8 @@ def _relocate(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) 
     root = settings.root or checkpoint.uri.rpartition("/runs/")[0] or recipe.data.root
     paths = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = {name: path for name, path in paths.items() if path is not None}
-    data = replace(recipe.data, held_out=None, gradient_accumulation=1, cache=None, workers=0)
+    data = replace(recipe.data, held_out=None, held_out_share=recipe.data.share)
+    data = replace(data, gradient_accumulation=1, cache=None, workers=0)
     return override_values(replace(recipe, data=data, task=recipe.task.to_train()), given)
 
 
@@ -118,7 +119,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
         name = sorted(config.datasets)[number]
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}
         samples, _ = open_samples(store, name, None, pinned, ALONE)
-        examples = opened.task.examples(samples, None)
+        examples = examples_of(recipe, opened.task, samples)
         check_count(examples, span, name, checkpoint.uri)
         training.switch_snapshot(number, samples, examples, span.snapshot, span.consumed)
     ((examples, unreadable),) = training.examples(step - 1)
