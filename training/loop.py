@@ -227,6 +227,6 @@ def skipped_steps_error(run: Run, number: int, done: int, reason: str) -> Floati
         f"{number} steps in a row were skipped, the last one, step {done}, because {reason}. {names} lists their "
         f"samples; {f'the last good checkpoint is {checkpoint}' if checkpoint else 'no checkpoint was saved'}. If the "
         "samples are wrong, remove them from the data. If the loss was diverging, start a new run (--run_name=NAME, "
-        "--init_from=CHECKPOINT) with a lower optimizer.learning_rate. If such losses are expected, allow them with "
-        "--spike=FACTOR or --spike=None"
+        "--init_from=CHECKPOINT) with a lower optimizer.learning_rate. If such gradients are expected, allow them with "
+        "--spike=NUMBER or --spike=None"
     )
