@@ -180,6 +180,8 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
         f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "
         f"trained, on {run.world.size} x {run.world.device.type}"
     )
+    if run.recipe.network.resnet.norm == "batch":
+        say(f"the ResNet's BatchNorms normalise over {run.recipe.data.batch // run.world.size} images")
     for reason, count in run.truth.skipped.items():
         say(f"skipped: {count} {reason}")
     if not run.truth.held_out:

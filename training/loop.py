@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,8 +125,9 @@ def train_steps(run: Run) -> dict[str, float]:
         progress = recipe.run, run.step, recipe.steps, run.samples_per_step
         metadata = {"processes": world.size, **run.metadata}
         run.log = RunLog(run.writer, *progress, metadata, find_trackers(recipe.trackers), to_json(recipe))
-    # Gradients are views of the communication buckets, which saves a copy.
-    parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
+    # Gradients are views of the communication buckets, which saves a copy. Buffers are sent only before a validation.
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True, broadcast_buffers=False)
+    parallel = ddp(run.model) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
     skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))
     statistics = running_statistics(run.model)

@@ -138,7 +138,7 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     """
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {recipe.name} does not pre-train; give one of pretrain_*")
-    check_shares(recipe.data, settings.cards)
+    check_shares(recipe.data, settings.cards, recipe.model.regions)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
     preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")

@@ -83,7 +83,7 @@ def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
     """
     try:
         check_complete(recipe)
-        check_shares(recipe.data, processes)
+        check_shares(recipe.data, processes, recipe.model.regions)
         store = open_store(recipe.data.root, write=False)
         saved = checkpoints(store, recipe.run)
         if not saved:
@@ -143,7 +143,7 @@ def open_data(
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
-    held_out = _open_held_out(store, config, resumed, world, opened)
+    held_out = opened if config.held_out_share and not resumed else _open_held_out(store, config, resumed, world)
     samples = [samples for samples, _ in opened]
     vocabulary = choose_vocabulary(recipe, start, samples, world)
     needed = isinstance(recipe.task, PretrainingSettings)
@@ -219,20 +219,13 @@ def _make_training_dataset(
 def examples_of(recipe: Recipe, task: Task, samples: ShardSamples, held_out: bool = False) -> Examples:
     """Return the examples of a snapshot to train on, or those to validate on."""
     examples = task.examples(samples, recipe.task.validate_on if held_out else None)
-    return split_by_key(examples, samples.index.store, samples.index.path, recipe.data.share, held_out)
+    return split_by_key(examples, samples.index.store, samples.index.path, recipe.data.held_out_share, held_out)
 
 
 def _open_held_out(
-    store: ObjectStore,
-    config: DataConfig,
-    resumed: Checkpoint | None,
-    world: World,
-    training: list[tuple[ShardSamples, dict]],
+    store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    """Open the held-out datasets or, if a share of the training data is held out, its snapshots at the run's start."""
-    if config.share and not resumed:
-        return training
-    opened, names = [], config.held_out or (sorted(config.datasets) if config.share else ())
+    opened, names = [], config.held_out or (sorted(config.datasets) if config.held_out_share else ())
     for name, pinned in zip(names, resumed.state["held_out"] if resumed else [None] * len(names), strict=False):
         try:
             opened.append(open_samples(store, name, config.detector, pinned, world))
@@ -261,6 +254,9 @@ def _report_run(
             f"(snapshot {dataset.spans[-1].snapshot})" + (f", {share:.1%} of each step" if share < 1 else "")
         )
     report(f"{total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}")
+    if recipe.model.regions.live_norms:
+        images = recipe.data.batch // (world.size * recipe.data.gradient_accumulation)
+        report(f"the ResNet's BatchNorms normalise over {images} images, those of a GPU in one backward pass")
     if any(dataset.pinned["random_init"] for dataset in data.datasets):
         report("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not data.held_out:

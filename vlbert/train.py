@@ -112,7 +112,7 @@ class VLBertRun(Run):
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
     """Train a new or resumed run. Returns the metrics of its last validation. `observe` is called before each step."""
     check_complete(recipe)
-    check_shares(recipe.data, world.size)
+    check_shares(recipe.data, world.size, recipe.model.regions)
     store = open_store(recipe.data.root, write=False)
     with claim_run(store, recipe.run, world) as check:
         run = prepare(recipe, world, print if world.first else lambda *_: None)

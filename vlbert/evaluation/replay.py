@@ -89,8 +89,7 @@ def _relocate(recipe: Recipe, checkpoint: Checkpoint, settings: ReplaySettings) 
     root = settings.root or checkpoint.uri.rpartition("/runs/")[0] or recipe.data.root
     paths = {"data.root": root, "data.text_corpus": settings.text_corpus, "task.folder": settings.folder}
     given = {name: path for name, path in paths.items() if path is not None}
-    data = replace(recipe.data, held_out=None, held_out_share=recipe.data.share)
-    data = replace(data, gradient_accumulation=1, cache=None, workers=0)
+    data = replace(recipe.data, held_out=None, gradient_accumulation=1, cache=None, workers=0)
     return override_values(replace(recipe, data=data, task=recipe.task.to_train()), given)
 
 

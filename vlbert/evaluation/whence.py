@@ -70,7 +70,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "seed": state["seed"],
         "batch": recipe["data"]["batch"],
         "chunk": recipe["data"]["chunk"],
-        "held_out_share": 0.0 if recipe["data"]["held_out"] else recipe["data"]["held_out_share"],
+        "held_out_share": recipe["data"]["held_out_share"],
         "task": checkpoint.config["task"],
         "settings": recipe["task"],
         "task_files": state.get("task_files"),
