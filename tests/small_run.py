@@ -68,7 +68,7 @@ def run_small(
     """Network after steps with these numbers, those of `bad` poisoned."""
     settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": None}
     settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": (), "run": "run"}
-    settings |= changes
+    settings |= {"profile": None} | changes
     network = Network()
     optimizer = torch.optim.AdamW([{"params": network.parameters(), "name": "rest"}], lr=0.1)
     with Writer(store) as writer:

@@ -5,10 +5,12 @@ Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward
 
 import contextlib
 import math
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,19 +137,20 @@ def train_steps(run: Run) -> dict[str, float]:
         for step, (parts, waited) in zip(range(run.step, recipe.steps), with_wait_times(run.batches()), strict=True):
             run.prepare(step)
             saved = [buffer.clone() for buffer in statistics]
-            totals = add_gradients(run, parallel, parts, stop, waited)
-            norm = clip_gradients(run.model, recipe.optimizer)
-            result, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
-            skip_reason = skipping.skip_reason(result)
-            if skip_reason is None:
-                optimizer.step()
-            else:
-                for buffer, before in zip(statistics, saved, strict=True):
-                    buffer.copy_(before)
-                keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
-                if run.log:
-                    run.log.skipped(done, skip_reason, result, keys)
-            optimizer.zero_grad(set_to_none=True)
+            with profiled(run, step + 1):
+                totals = add_gradients(run, parallel, parts, stop, waited)
+                norm = clip_gradients(run.model, recipe.optimizer)
+                result, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
+                skip_reason = skipping.skip_reason(result)
+                if skip_reason is None:
+                    optimizer.step()
+                else:
+                    for buffer, before in zip(statistics, saved, strict=True):
+                        buffer.copy_(before)
+                    keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
+                    if run.log:
+                        run.log.skipped(done, skip_reason, result, keys)
+                optimizer.zero_grad(set_to_none=True)
             averages.add(result, taken=skip_reason is None)
             if run.log:
                 run.log.step(done)
@@ -157,6 +160,26 @@ def train_steps(run: Run) -> dict[str, float]:
             metrics = metrics if validated is None else validated
         distributed.barrier(world)
     return metrics
+
+
+@contextlib.contextmanager
+def profiled(run: Run, number: int) -> Iterator[None]:
+    """Context manager: write torch's trace of step recipe.profile on rank 0 and, on a GPU, a snapshot of its memory."""
+    if not run.log or number != run.recipe.profile:
+        yield
+        return
+    memory = torch.cuda.memory if run.world.device.type == "cuda" else None
+    if memory:
+        memory._record_memory_history()
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
+            yield
+        profile.export_chrome_trace(f"{folder}/trace.json.gz")
+        if memory:
+            memory._dump_snapshot(f"{folder}/memory.pickle")
+            memory._record_memory_history(enabled=None)
+        for file in Path(folder).iterdir():
+            run.writer.put(f"runs/{run.recipe.run}/profile-{number:07d}/{file.name}", file.read_bytes())
 
 
 def finish_step(

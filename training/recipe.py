@@ -22,11 +22,14 @@ class RunSettings:
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
     keep_checkpoints: int = 2  # number of newest checkpoints to keep, in addition to the best one by validation
     keep_every: int | None = None  # also keep the checkpoint of every step that is a multiple of this; None: none
+    profile: int | None = (
+        None  # write torch's trace and memory snapshot of this step (docs/performance.md); None: never
+    )
 
     def __post_init__(self):
         check_choices(self)
         every = "steps", "log_every", "validate_every", "save_every"
-        check_positive(self, *every, "keep_checkpoints", "keep_every", "most_skipped")
+        check_positive(self, *every, "keep_checkpoints", "keep_every", "most_skipped", "profile")
         saved = self.keep_every is None or self.keep_every % self.save_every == 0
         check(self, saved, "keep_every", f"a multiple of save_every, {self.save_every}")
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or None")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import os
@@ -124,6 +125,16 @@ def test_a_step_with_a_spike_changes_nothing(tmp_path):
     (line,) = lines_of(store, "skipped.jsonl")
     assert line["step"] == WINDOW + 11
     assert "times the usual one" in line["why"]
+
+
+def test_a_profiled_step_leaves_its_trace_and_changes_nothing(tmp_path):
+    store, plain = (open_store(str(tmp_path / name)) for name in ("profiled", "plain"))
+    networks = [run_small(store, range(4), profile=3)[0], run_small(plain, range(4))[0]]
+    torch.testing.assert_close(*(network.state_dict() for network in networks), rtol=0, atol=0)
+    (file,) = (info.path for info in store.list("runs/run/profile-0000003/"))
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(store.get(file)))["traceEvents"]}
+    assert {"aten::addmm", "AddmmBackward0", "Optimizer.step#AdamW.step"} <= names, "forward, backward and the update"
+    assert not [info for info in plain.list("runs/run/profile")]
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
