@@ -215,7 +215,7 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
         store.put(path, file)
-    return f"{store.uri(path)}: {size / 1e6:.2f} MB, sha256 {sha256}"
+    return f"{store.uri(path)}: {size / 1e6:.2f} MB, sha256 {sha256}{'' if metrics else ', WITHOUT VALIDATION'}"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
