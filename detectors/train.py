@@ -101,8 +101,7 @@ class DetectorRun(Run):
         files[OPTIMIZER] = optimizer_tensors(self.network, self.optimizer)
         state: dict[str, Any] = {"step": done, "steps": recipe.steps, "data": self.truth.hash}
         state |= {"validation": dict(validation), "loop": loop_state}
-        name, keep = recipe.run, recipe.keep_checkpoints
-        write_checkpoint(self.writer, name, done, recipe.steps, files, state, keep, BEST_BY)
+        write_checkpoint(self.writer, recipe, done, files, state, BEST_BY)
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
@@ -181,6 +180,8 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
         f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "
         f"trained, on {run.world.size} x {run.world.device.type}"
     )
+    if run.recipe.network.resnet.norm == "batch":
+        say(f"the ResNet's BatchNorms normalise over {run.recipe.data.batch // run.world.size} images")
     for reason, count in run.truth.skipped.items():
         say(f"skipped: {count} {reason}")
     if not run.truth.held_out:
@@ -214,7 +215,7 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
         store.put(path, file)
-    return f"{store.uri(path)}: {size / 1e6:.2f} MB, sha256 {sha256}"
+    return f"{store.uri(path)}: {size / 1e6:.2f} MB, sha256 {sha256}{'' if metrics else ', WITHOUT VALIDATION'}"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def pretrain(
         "vocabulary": vocabulary,
         "task.monitored_words": settings.monitored_words or None,
     }
-    held_out = {"data.held_out": settings.held_out or None}  # None overrides the recipe: no validation
+    held_out = {"data.held_out": settings.held_out or None}  # None overrides the recipe, too
     return train(root, settings, drop_none(fields) | held_out, log, watch)
 
 

@@ -119,7 +119,7 @@ class PretrainSettings(TrainingSettings):
     datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
     """Datasets to train on, each with its sampling weight; without weights: in proportion to their sizes."""
     held_out: tuple[str, ...] = ()
-    """Datasets to validate on; empty: no validation."""
+    """Datasets to validate on; empty: the share of `datasets` that the recipe holds out (data.held_out_share)."""
     text: tuple[str, ...] = ()
     """Text-only corpus: files on this machine, one document per line; empty: no text-only examples."""
     vocabulary: str | None = None

@@ -27,11 +27,11 @@ class Network(nn.Module):
         return {"size": ((rows[:, 3:] * y**2).sum(), len(y)), "positive": ((y > 0).sum(), len(y))}
 
 
-def parts_of(number: int, bad: Iterable[int] = ()) -> list[torch.Tensor]:
-    """Two parts of a step; in the steps of `bad` the second holds a value that is no number."""
+def parts_of(number: int, bad: Iterable[int] = (), wild: Iterable[int] = ()) -> list[torch.Tensor]:
+    """Two parts of a step; in the steps of `bad` the second holds a value that is no number; `wild`: a huge loss."""
     parts = list(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(number)))
     for part in parts:
-        part[:, 3] = 1.0
+        part[:, 3] = 1e4 if number in wild else 1.0
     if number in bad:
         parts[1][2, 1] = torch.nan
     return parts
@@ -60,16 +60,17 @@ def run_small(
     store: ObjectStore,
     steps: Sequence[int],
     bad: Iterable[int] = (),
+    wild: Iterable[int] = (),
     validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None,
     save: Callable[[Writer, int, dict], None] = lambda writer, done, state: None,
     **changes: Any,
 ) -> tuple[Network, torch.optim.Optimizer]:
     """Network after steps with these numbers, those of `bad` poisoned."""
-    settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
+    settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": None}
     settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": (), "run": "run"}
-    settings |= changes
+    settings |= {"profile": None} | changes
     network = Network()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW([{"params": network.parameters(), "name": "rest"}], lr=0.1)
     with Writer(store) as writer:
         run = SmallRun(
             recipe=make_dataclass("SmallRecipe", settings)(**settings),
@@ -77,7 +78,7 @@ def run_small(
             model=network,
             optimizer=optimizer,
             writer=writer,
-            batches=lambda: [parts_of(number, bad) for number in steps],
+            batches=lambda: [parts_of(number, bad, wild) for number in steps],
             validate=validate,
             save=lambda done, validation, state: save(writer, done, state),
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from storage.object_store import Content, LocalStore
 from training.checkpoint import Writer, write_checkpoint
+from training.recipe import RunSettings
 
 
 class Held(LocalStore):
@@ -31,10 +32,15 @@ def tensors(value: float) -> dict[str, Tensor]:
     return {"a": torch.full((3, 4), value), "step": torch.tensor(int(value))}
 
 
+def keeps(newest: int, **more: Any) -> RunSettings:
+    """Settings of run `r` that keep so many of its newest checkpoints."""
+    return RunSettings(name="r", keep_checkpoints=newest, **more)
+
+
 def write(writer: Writer, step: int, metric: str | None = None, **state: Any) -> None:
     """Have a checkpoint of run `r` written, of three steps, whose tensor `a` is full of the step's number."""
     files = {"model.safetensors": tensors(step)}
-    write_checkpoint(writer, "r", step, 3, files, {"step": step} | state, 3, metric)
+    write_checkpoint(writer, keeps(3, steps=3), step, files, {"step": step} | state, metric)
 
 
 def wait_for(condition: object, seconds: float = 20) -> None:

@@ -1,7 +1,7 @@
 """Claim a run, write its checkpoints in a background thread, load checkpoints, and remove old ones.
 
 Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. storage/runs.py defines
-when a checkpoint is complete and which one is the best. The newest checkpoints and the best one are kept.
+when a checkpoint is complete and which one is the best. The newest checkpoints, the best one and every n-th are kept.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ from storage.runs import (
 )
 from storage.safe_json import printable
 from training import distributed
+from training.recipe import RunSettings
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 # Seconds to wait for storage at the end of a run, and after a stop or an error: SIGKILL soon follows SIGTERM.
@@ -163,12 +164,10 @@ class Writer(contextlib.AbstractContextManager):
 
 def write_checkpoint(
     writer: Writer,
-    run: str,
+    recipe: RunSettings,
     step: int,
-    steps: int,
     files: Mapping[str, bytes | Mapping[str, Tensor]],
     state: Mapping[str, Any],
-    keep: int,
     metric: str | None,
 ) -> str:
     """Queue a checkpoint to be written, and return its path. Old checkpoints are removed afterwards.
@@ -182,7 +181,7 @@ def write_checkpoint(
             maps metric names to values. It is empty or missing if the run was not validated after this step.
         metric: Name of the metric by which the run's checkpoints are compared.
     """
-    path, job = folder_of(run, step), f"runs/{run}/step-*"
+    path, job = folder_of(recipe.run, step), f"runs/{recipe.run}/step-*"
     writer.wait_for_slot(job)
     copies = {name: data if isinstance(data, bytes) else _copy_to_cpu(data) for name, data in files.items()}
     state = {"validation": {}, **copy.deepcopy(dict(state)), "metric": metric, "version": CHECKPOINT_VERSION}
@@ -193,9 +192,11 @@ def write_checkpoint(
             hashes = {name: _put(writer.store, f"{path}/{name}", data) for name, data in copies.items()}
             writer.store.put(f"{path}/{STATE}", json_with_digest({**state, "files": hashes}))
             writer.saved = uri
-        best = prune_checkpoints(writer.store, run, keep, writer.log)
+        best = prune_checkpoints(writer.store, recipe, writer.log)
         suffix = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
-        writer.log(f"step {step}/{steps}  saved {uri}{suffix}")
+        if step == recipe.steps and not state["validation"]:
+            suffix = "  WITHOUT VALIDATION: no checkpoint is known to be good or the best"
+        writer.log(f"step {step}/{recipe.steps}  saved {uri}{suffix}")
 
     writer.submit(job, write)
     return path
@@ -226,23 +227,25 @@ def _put(store: ObjectStore, path: str, data: bytes | dict[str, Tensor]) -> dict
             return file_hash(iter(functools.partial(stream.read, 2**20), b""))
 
 
-def prune_checkpoints(store: ObjectStore, run: str, keep: int, log: Callable[[str], None] = print) -> Best | None:
-    """Remove all but the `keep` newest checkpoints and the best one, and return the best one.
+def prune_checkpoints(store: ObjectStore, recipe: RunSettings, log: Callable[[str], None] = print) -> Best | None:
+    """Remove all checkpoints of a run but the best one and those that the recipe keeps. Return the best one.
 
     Incomplete checkpoints older than the newest complete one are removed too. If the best one cannot be determined
     because a file is damaged, this is logged, nothing is removed, and None is returned.
     """
-    complete = checkpoints(store, run)
+    complete = checkpoints(store, recipe.run)
     try:
-        best = best_checkpoint(store, run)
+        best = best_checkpoint(store, recipe.run)
     except ValueError as error:
         log(f"no old checkpoint is removed, because the best one is unknown: {error}")
         return None
-    kept = {*complete[-keep:], *([best.checkpoint] if best else [])}
+    kept = {*complete[-recipe.keep_checkpoints :], *([best.checkpoint] if best else [])}
+    if recipe.keep_every:
+        kept |= {*complete} & {folder_of(recipe.run, n) for n in range(0, recipe.steps + 1, recipe.keep_every)}
     for folder in complete:
         if folder not in kept:
             store.delete(f"{folder}/{STATE}")  # first, so that no partly deleted checkpoint looks complete
-    for info in list(store.list(f"runs/{run}/step-")):
+    for info in list(store.list(f"runs/{recipe.run}/step-")):
         folder = info.path.rpartition("/")[0]
         if folder not in kept and folder < max(complete, default=""):
             store.delete(info.path)

@@ -1,11 +1,12 @@
 """Load batches in worker processes, ahead of time, and copy them to the device."""
 
+import faulthandler
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from storage.object_store import ObjectMissing, StorageUnreachable
 from training.stopping import ignore_group_signals
@@ -13,12 +14,14 @@ from training.stopping import ignore_group_signals
 # Errors of data, settings or storage: programs print them as one line without a traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
 
+MAX_SECONDS = 600.0  # for one item. A worker that takes longer hangs: reads end after half of it (storage/reading.py)
+
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
     """Yield data[step] for each of `steps`, in order, loaded ahead of time by `workers` processes.
 
     The batches are on `device`. If a worker process raises one of the errors in EXPECTED, the error is raised here with
-    its original type.
+    its original type. A worker that hangs prints its stack after MAX_SECONDS and exits, which raises RuntimeError here.
     """
     loader = DataLoader(
         _ErrorsAsItems(data),
@@ -71,10 +74,14 @@ class _ErrorsAsItems(Dataset):
         self.data = data
 
     def __getitem__(self, index: int) -> Any:
+        if get_worker_info():
+            faulthandler.dump_traceback_later(MAX_SECONDS, exit=True, file=2)
         try:
             return self.data[index]
         except EXPECTED as error:
             return error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _start_worker(worker: int) -> None:

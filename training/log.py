@@ -153,7 +153,7 @@ class RunLog:
         self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode())
         self._last_beat = time.monotonic()
 
-    def training(self, step: int, averages: "RunningAverages", learning_rate: float, memory: int) -> None:
+    def training(self, step: int, averages: "RunningAverages", learning_rates: dict[str, float], memory: int) -> None:
         """Log the averages since the last log line, and print a progress line. `memory` is in bytes."""
         seconds, waited = averages.seconds()
         rates = {
@@ -161,7 +161,7 @@ class RunLog:
             "data_wait": waited / seconds,
         }
         means, counts = averages.means(), dict(averages.counts)
-        numbers = means | rates | {"learning_rate": learning_rate, "memory_gb": memory / 1e9} | counts
+        numbers = means | rates | learning_rates | {"memory_gb": memory / 1e9} | counts
         self.event("training", step, numbers)
         losses = {name.removeprefix("loss_"): mean for name, mean in means.items() if name.startswith("loss_")}
         seconds_left = (self.steps - step) * seconds / averages.steps

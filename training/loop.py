@@ -5,9 +5,12 @@ Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward
 
 import contextlib
 import math
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from training.checkpoint import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 from training.distributed import World
 from training.log import RunLog, Unreadable
 from training.metrics import Losses, RunningAverages, Step, mean_loss, peak_memory, sum_losses, with_wait_times
-from training.optimizer import clip_gradients, set_learning_rate
+from training.optimizer import clip_gradients, learning_rates, set_learning_rate
 from training.program import find_trackers
 from training.skipping import Skipping, running_statistics
 from training.stopping import Stop, Stopped
@@ -124,8 +127,9 @@ def train_steps(run: Run) -> dict[str, float]:
         progress = recipe.run, run.step, recipe.steps, run.samples_per_step
         metadata = {"processes": world.size, **run.metadata}
         run.log = RunLog(run.writer, *progress, metadata, find_trackers(recipe.trackers), to_json(recipe))
-    # Gradients are views of the communication buckets, which saves a copy.
-    parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
+    # Gradients are views of the communication buckets, which saves a copy. Buffers are sent only before a validation.
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True, broadcast_buffers=False)
+    parallel = ddp(run.model) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
     skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))
     statistics = running_statistics(run.model)
@@ -133,19 +137,20 @@ def train_steps(run: Run) -> dict[str, float]:
         for step, (parts, waited) in zip(range(run.step, recipe.steps), with_wait_times(run.batches()), strict=True):
             run.prepare(step)
             saved = [buffer.clone() for buffer in statistics]
-            totals = add_gradients(run, parallel, parts, stop, waited)
-            norm = clip_gradients(run.model, recipe.optimizer)
-            result, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
-            skip_reason = skipping.skip_reason(result)
-            if skip_reason is None:
-                optimizer.step()
-            else:
-                for buffer, before in zip(statistics, saved, strict=True):
-                    buffer.copy_(before)
-                keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
-                if run.log:
-                    run.log.skipped(done, skip_reason, result, keys)
-            optimizer.zero_grad(set_to_none=True)
+            with profiled(run, step + 1):
+                totals = add_gradients(run, parallel, parts, stop, waited)
+                norm = clip_gradients(run.model, recipe.optimizer)
+                result, done = Step.of(*totals, norm, run.loss_weights, world), step + 1
+                skip_reason = skipping.skip_reason(result)
+                if skip_reason is None:
+                    optimizer.step()
+                else:
+                    for buffer, before in zip(statistics, saved, strict=True):
+                        buffer.copy_(before)
+                    keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], world)
+                    if run.log:
+                        run.log.skipped(done, skip_reason, result, keys)
+                optimizer.zero_grad(set_to_none=True)
             averages.add(result, taken=skip_reason is None)
             if run.log:
                 run.log.step(done)
@@ -155,6 +160,26 @@ def train_steps(run: Run) -> dict[str, float]:
             metrics = metrics if validated is None else validated
         distributed.barrier(world)
     return metrics
+
+
+@contextlib.contextmanager
+def profiled(run: Run, number: int) -> Iterator[None]:
+    """Context manager: write torch's trace of step recipe.profile on rank 0 and, on a GPU, a snapshot of its memory."""
+    if not run.log or number != run.recipe.profile:
+        yield
+        return
+    memory = torch.cuda.memory if run.world.device.type == "cuda" else None
+    if memory:
+        memory._record_memory_history()
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
+            yield
+        profile.export_chrome_trace(f"{folder}/trace.json.gz")
+        if memory:
+            memory._dump_snapshot(f"{folder}/memory.pickle")
+            memory._record_memory_history(enabled=None)
+        for file in Path(folder).iterdir():
+            run.writer.put(f"runs/{run.recipe.run}/profile-{number:07d}/{file.name}", file.read_bytes())
 
 
 def finish_step(
@@ -171,7 +196,7 @@ def finish_step(
     if saves or done % recipe.log_every == 0:
         averages.counts.update(run.note_unreadable(run.unreadable))
         if log:
-            log.training(done, averages, run.optimizer.param_groups[0]["lr"], peak_memory(world.device))
+            log.training(done, averages, learning_rates(run.optimizer), peak_memory(world.device))
         averages.reset()
     if validates and run.validate:
         with averages.paused(), log.during("validating") if log else contextlib.nullcontext():
@@ -227,6 +252,6 @@ def skipped_steps_error(run: Run, number: int, done: int, reason: str) -> Floati
         f"{number} steps in a row were skipped, the last one, step {done}, because {reason}. {names} lists their "
         f"samples; {f'the last good checkpoint is {checkpoint}' if checkpoint else 'no checkpoint was saved'}. If the "
         "samples are wrong, remove them from the data. If the loss was diverging, start a new run (--run_name=NAME, "
-        "--init_from=CHECKPOINT) with a lower optimizer.learning_rate. If such losses are expected, allow them with "
-        "--spike=FACTOR or --spike=None"
+        "--init_from=CHECKPOINT) with a lower optimizer.learning_rate. If such gradients are expected, allow them with "
+        "--spike=NUMBER or --spike=None"
     )

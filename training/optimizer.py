@@ -1,6 +1,7 @@
 """The optimizer of all models, its learning rate schedule and gradient clipping."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,7 +91,11 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         decays = {"all": True, "matrices": not vector, "vectors": vector}[config.decayed]
         key = config.learning_rate if rate is None else rate, config.weight_decay if decays else 0.0
         groups.setdefault(key, []).append(parameter)
-    parameters = [{"params": group, "peak": peak, "decay": decay} for (peak, decay), group in groups.items()]
+    # Of equal rates, the last name counts.
+    names = {config.bert_learning_rate: "bert", config.region_learning_rate: "fast_rcnn", config.learning_rate: "rest"}
+    parameters = [
+        {"params": group, "peak": peak, "decay": decay, "name": names[peak]} for (peak, decay), group in groups.items()
+    ]
     rate, decay = config.learning_rate, config.weight_decay
     # Fused: one kernel for all parameters, on CPUs, too.
     if config.kind == "sgd":
@@ -136,6 +141,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
             # PyTorch corrects both moments. A changed step size undoes this, and the decay is changed to stay the same.
             uncorrected = first / second**0.5
             group["lr"], group["weight_decay"] = group["lr"] * uncorrected, group["weight_decay"] / uncorrected
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the rate of most parameters as `learning_rate`, and each other rate as `learning_rate_<group name>`."""
+    sizes, rates = Counter(), {}
+    for group in optimizer.param_groups:
+        sizes[group["name"]] += sum(parameter.numel() for parameter in group["params"])
+        rates[group["name"]] = group["lr"]
+    most = rates.pop(max(sizes, key=sizes.__getitem__))
+    return {"learning_rate": most} | {f"learning_rate_{name}": rate for name, rate in rates.items()}
 
 
 def clip_gradients(model: nn.Module, config: OptimizerConfig) -> Tensor:

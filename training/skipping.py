@@ -1,15 +1,17 @@
-"""Skip steps whose loss or gradient is not finite, or whose loss is a spike."""
+"""Skip steps whose loss or gradient is not finite, or whose gradient is a spike."""
 
 import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from training.metrics import Step
 
-WINDOW = 100  # taken steps over which the mean loss is computed
+WINDOW = 100  # taken steps that a gradient is compared with
+LEAST_SPIKE = 4.0  # a gradient below this multiple of the usual one is never a spike, however steady the others were
 
 
 class Skipping:
@@ -18,13 +20,13 @@ class Skipping:
     def __init__(self, spike: float | None, state: Mapping[str, Any] | None = None):
         state = state or {}
         self.spike = spike
-        self.taken = deque(state.get("taken", ()), WINDOW)  # losses of the last steps that were not skipped
+        self.log_norms = deque(state.get("log_norms", ()), WINDOW)  # of the last steps that were not skipped
         self.in_a_row: int = state.get("in_a_row", 0)
 
     @property
     def state(self) -> dict[str, Any]:
         """State to save in a checkpoint, as JSON values."""
-        return {"taken": list(self.taken), "in_a_row": self.in_a_row}
+        return {"log_norms": list(self.log_norms), "in_a_row": self.in_a_row}
 
     def skip_reason(self, step: Step) -> str | None:
         """Decide whether to skip a step. Return the reason, or None if the step should be taken."""
@@ -33,7 +35,7 @@ class Skipping:
             self.in_a_row += 1
         else:
             self.in_a_row = 0
-            self.taken.append(step.loss)
+            self.log_norms += [math.log(step.norm)] if step.norm else []
         return reason
 
     def _reason(self, step: Step) -> str | None:
@@ -42,10 +44,15 @@ class Skipping:
             return f"the loss of {', '.join(bad)} is not finite"
         if not math.isfinite(step.norm):
             return f"the norm of the gradient ({step.norm}) is not finite"
-        mean = sum(self.taken) / len(self.taken) if len(self.taken) == WINDOW else math.inf
-        if self.spike is not None and step.loss > self.spike * mean:
-            return f"the loss ({step.loss:.4g}) is over {self.spike:g} times the mean of the last {WINDOW} ({mean:.4g})"
-        return None
+        if self.spike is None or not step.norm or len(self.log_norms) < WINDOW:
+            return None
+        height = math.log(step.norm) - np.mean(self.log_norms)
+        if height <= max(math.log(LEAST_SPIKE), self.spike * np.std(self.log_norms)):
+            return None
+        return (
+            f"the norm of the gradient ({step.norm:.4g}) is {math.exp(height):.3g} times the usual one, and its "
+            f"logarithm {self.spike:g} standard deviations above the mean of the last {WINDOW} steps"
+        )
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:

@@ -166,8 +166,7 @@ def save_checkpoint(
     files |= {TASK: as_json(saved)} if saved else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
     state = {"step": step} | state
-    keep, metric = recipe.keep_checkpoints, task.best_metric(recipe.task)
-    return write_checkpoint(writer, recipe.run, step, recipe.steps, files | tensors, state, keep, metric)
+    return write_checkpoint(writer, recipe, step, files | tensors, state, task.best_metric(recipe.task))
 
 
 def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:

@@ -52,6 +52,11 @@ class RegionConfig:
         return self.resnet.res5_channels
 
     @property
+    def live_norms(self) -> bool:
+        """True if the ResNet has BatchNorms that normalise over the images of a batch."""
+        return self.features == "end_to_end" and self.resnet.norm == "batch" and self.frozen_stages < 5
+
+    @property
     def masks_features(self) -> bool:
         """True if masking replaces a region's vector instead of its pixels."""
         return self.features == "precomputed" or self.masking == "features"
@@ -201,7 +206,8 @@ class DataConfig:
     # Datasets to train on (their region shards), each with a weight: its share of the examples, relative to the other
     # weights. Without weights: in proportion to their sizes when the run starts, so that their epochs end together.
     datasets: Weights = field(default_factory=lambda: {"captions": None})
-    held_out: tuple[str, ...] | None = None  # datasets to validate on; None: no validation
+    held_out: tuple[str, ...] | None = None  # datasets to validate on; None: a share of `datasets`
+    held_out_share: float = 0.0  # share of `datasets`, by key, to validate on instead of training; 0 with held_out
     detector: str | None = None  # id of the detector whose regions to read; None: the only one in the root
     batch: int = 128  # examples with an image per optimizer step, over all ranks
     text_batch: int = 0  # text-only examples per optimizer step, over all ranks (the paper's ratio is 1:1)
@@ -225,6 +231,8 @@ class DataConfig:
             check(self, getattr(self, name) >= 0, name, "0 or more")
         check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
+        check(self, 0 <= self.held_out_share < 1, "held_out_share", "a share from 0 to below 1")
+        object.__setattr__(self, "held_out_share", 0.0 if self.held_out else self.held_out_share)
 
     def _check_datasets(self) -> None:
         check(self, self.datasets, "datasets", "names of datasets, each with or without a weight")
@@ -260,6 +268,8 @@ class Recipe(RunSettings):
         check_choices(self.task)
         object.__setattr__(self, "task", self.task.fit(self.model, text_rows=self.data.text_batch > 0))
         check_positive(self, "vocabulary_size", "validation_samples")
+        whole = not self.data.held_out_share or self.task.validate_on is None
+        check(self.data, whole, "held_out_share", "0 if the task has splits")
         tf32 = self.compile and self.precision == "tf32"
         check(self, not tf32, "compile", "false with precision tf32: torch refuses both together")
         check_decay(self.optimizer, self.steps)

@@ -138,7 +138,7 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     """
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {recipe.name} does not pre-train; give one of pretrain_*")
-    check_shares(recipe.data, settings.cards)
+    check_shares(recipe.data, settings.cards, recipe.model.regions)
     stored = recipe.model.regions.features == "precomputed"
     detection = dataclasses.replace(settings.detector, keep_features=settings.detector.keep_features or stored)
     preset, on_card = detection.preset or "vg_resnet101", detection.device.startswith("cuda")
@@ -163,7 +163,8 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
     price = PRICES[settings.card] if settings.price is None else settings.price
     detecting_price = price if on_card else PRICES["cpu"]
     pairs, training = recipe.steps * recipe.data.batch, pretraining_rate(recipe, settings.card)
-    kept = recipe.keep_checkpoints * checkpoint_bytes(recipe, network.num_classes)
+    bytes_each = checkpoint_bytes(recipe, network.num_classes)
+    kept = recipe.keep_checkpoints + (recipe.steps // recipe.keep_every if recipe.keep_every else 0)
     return {
         "recipe": recipe.name,
         "rows": rows,
@@ -172,7 +173,7 @@ def plan(recipe: Recipe, settings: PlanSettings) -> dict[str, Any]:
         "stages": [
             _stage("collect", images * plain + rows * _MANIFEST_ROW, rows, collected, PRICES["cpu"], 1),
             _stage("detect", images * with_regions, images, detecting, detecting_price, settings.cards),
-            _stage("pre-train", kept, pairs, training, price, settings.cards),
+            _stage("pre-train", kept * bytes_each, pairs, training, price, settings.cards),
         ],
         "share": dataclasses.asdict(share),
         "image": dataclasses.asdict(image),

@@ -26,7 +26,7 @@ from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
 from vlbert.tasks import make_task
-from vlbert.tasks.base import Examples, Task, TaskModel
+from vlbert.tasks.base import Examples, Task, TaskModel, split_by_key
 from vlbert.tasks.pretraining import PretrainingSettings
 
 HeldOut = dict[str, tuple[ShardSamples, Examples]]  # by dataset name
@@ -57,7 +57,7 @@ def start_or_resume(
     if resumed:
         check_unchanged(recipe, resumed)
         if world.first:
-            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)  # a killed run may not have done this
+            prune_checkpoints(store, recipe)  # a killed run may not have done this
         if message := _completion_message(recipe, resumed):
             report(message)
             return None
@@ -83,7 +83,7 @@ def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
     """
     try:
         check_complete(recipe)
-        check_shares(recipe.data, processes)
+        check_shares(recipe.data, processes, recipe.model.regions)
         store = open_store(recipe.data.root, write=False)
         saved = checkpoints(store, recipe.run)
         if not saved:
@@ -92,7 +92,7 @@ def finish_if_complete(recipe: Recipe, processes: int) -> str | None:
         check_unchanged(recipe, resumed)
         message = _completion_message(recipe, resumed)
         if message:
-            prune_checkpoints(store, recipe.run, recipe.keep_checkpoints)
+            prune_checkpoints(store, recipe)
         return message
     except (*EXPECTED, OSError):
         return None
@@ -143,7 +143,7 @@ def open_data(
     """
     config = recipe.data
     opened = _open_datasets(store, config, resumed, world)
-    held_out = _open_held_out(store, config, resumed, world)
+    held_out = opened if config.held_out_share and not resumed else _open_held_out(store, config, resumed, world)
     samples = [samples for samples, _ in opened]
     vocabulary = choose_vocabulary(recipe, start, samples, world)
     needed = isinstance(recipe.task, PretrainingSettings)
@@ -152,10 +152,13 @@ def open_data(
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch and config.text_corpus else None
     if resumed and corpus and corpus.hash != resumed.state["text"]:
         raise ValueError(f"{config.text_corpus} is not the corpus that {resumed.uri} was trained with; give that one")
-    split = recipe.task.validate_on
     return OpenedData(
-        datasets=[_make_training_dataset(config, task, resumed, *dataset) for dataset in opened],
-        held_out={pinned["dataset"]: (samples, task.examples(samples, split)) for samples, pinned in held_out},
+        datasets=[_make_training_dataset(recipe, task, resumed, *dataset) for dataset in opened],
+        held_out={
+            pinned["dataset"]: (samples, examples)
+            for samples, pinned in held_out
+            if len(examples := examples_of(recipe, task, samples, held_out=True))
+        },
         corpus=corpus,
         task=task,
         pinned={
@@ -200,26 +203,31 @@ def _check_same(name: str, values: Sequence[tuple[str, object]]) -> None:
 
 
 def _make_training_dataset(
-    config: DataConfig, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict
+    recipe: Recipe, task: Task, resumed: Checkpoint | None, samples: ShardSamples, pinned: dict
 ) -> TrainingDataset:
-    name, examples = pinned["dataset"], task.examples(samples, None)
+    name, examples = pinned["dataset"], examples_of(recipe, task, samples)
     if resumed:
         before = saved_of(resumed, name)
         spans, weight = [SnapshotSpan(**span) for span in before["snapshots"]], before["weight"]
         check_count(examples, spans[-1], name, resumed.uri)
     else:
-        spans, weight = [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])], config.datasets[name]
+        spans, weight = [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])], recipe.data.datasets[name]
     recorded = {field: pinned[field] for field in ("dataset", "stage", "random_init")}
     return TrainingDataset(samples, examples, spans, weight or float(len(examples)), recorded)
+
+
+def examples_of(recipe: Recipe, task: Task, samples: ShardSamples, held_out: bool = False) -> Examples:
+    """Return the examples of a snapshot to train on, or those to validate on."""
+    examples = task.examples(samples, recipe.task.validate_on if held_out else None)
+    return split_by_key(examples, samples.index.store, samples.index.path, recipe.data.held_out_share, held_out)
 
 
 def _open_held_out(
     store: ObjectStore, config: DataConfig, resumed: Checkpoint | None, world: World
 ) -> list[tuple[ShardSamples, dict]]:
-    opened, names = [], config.held_out or ()
-    for number, name in enumerate(names):
+    opened, names = [], config.held_out or (sorted(config.datasets) if config.held_out_share else ())
+    for name, pinned in zip(names, resumed.state["held_out"] if resumed else [None] * len(names), strict=False):
         try:
-            pinned = resumed.state["held_out"][number] if resumed else None
             opened.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
             raise ValueError(
@@ -246,12 +254,15 @@ def _report_run(
             f"(snapshot {dataset.spans[-1].snapshot})" + (f", {share:.1%} of each step" if share < 1 else "")
         )
     report(f"{total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}")
+    if recipe.model.regions.live_norms:
+        images = recipe.data.batch // (world.size * recipe.data.gradient_accumulation)
+        report(f"the ResNet's BatchNorms normalise over {images} images, those of a GPU in one backward pass")
     if any(dataset.pinned["random_init"] for dataset in data.datasets):
         report("WARNING: the regions come from an UNTRAINED detector (random weights)")
     for name, (_, examples) in data.held_out.items():
         report(f"{recipe.run}: validates on {len(examples)} examples of {name}")
     if not data.held_out:
-        report("no validation: data.held_out names no dataset")
+        report("no validation: data.held_out names no dataset, and data.held_out_share no example")
     for dataset in data.datasets:
         for line in dataset.examples.skipped:
             report(f"skipped: {line}")

@@ -34,7 +34,7 @@ from vlbert.data.loading import TrainingData, check_shares
 from vlbert.data.samples import open_samples, pin_newer_snapshot
 from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.resume import OpenedData, start_or_resume
+from vlbert.resume import OpenedData, examples_of, start_or_resume
 from vlbert.tasks.base import TaskModel
 from vlbert.validate import validate
 
@@ -112,7 +112,7 @@ class VLBertRun(Run):
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
     """Train a new or resumed run. Returns the metrics of its last validation. `observe` is called before each step."""
     check_complete(recipe)
-    check_shares(recipe.data, world.size)
+    check_shares(recipe.data, world.size, recipe.model.regions)
     store = open_store(recipe.data.root, write=False)
     with claim_run(store, recipe.run, world) as check:
         run = prepare(recipe, world, print if world.first else lambda *_: None)
@@ -151,7 +151,8 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
     if newer is None:
         return False
     samples = samples or opened(newer)
-    run.data.switch_snapshot(number, samples, run.data.task.examples(samples, None), newer, boundary)
+    examples = examples_of(run.recipe, run.data.task, samples)
+    run.data.switch_snapshot(number, samples, examples, newer, boundary)
     now = dataset.spans[-1]
     if run.log:
         run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # the first step that uses it

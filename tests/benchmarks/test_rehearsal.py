@@ -114,7 +114,7 @@ def test_pretraining_runs(root: Path, name: str):
     data = {} if name == "vlbert" else {"text_batch": 0, "text_corpus": None}
     if recipe.model.regions.features == "precomputed":
         data |= {"datasets": {"features": None}, "held_out": ("features",)}
-    data = dataclasses.replace(recipe.data, batch=4, gradient_accumulation=2, **data)
+    data = dataclasses.replace(recipe.data, batch=8, gradient_accumulation=2, **data)
     with VirtualDevice() as device:
         train(dataclasses.replace(recipe, data=data), GPU)
     products = [one for one in device.operations if one.products]

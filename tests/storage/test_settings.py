@@ -59,6 +59,7 @@ def test_a_command_line_changes_fields_at_every_depth_all_at_once():
         ("--model.regions.features precomputed --model.regions.weights x", "must be None if features are"),
         ("--optimizer.schedule step --optimizer.decay_at 4 3", "increasing numbers of updates"),
         ("--optimizer.decay_at 3", "given if schedule is step"),
+        ("--keep_every 7000", "Recipe.keep_every is 7000; it must be a multiple of save_every, 5000"),
         ("--spike 1", "Recipe.spike is 1.0; it must be more than 1, or None"),
         ("--task.text_specials --task.text_length 2", "text_length is 2; it must be at least 1, and 3 with"),
     ],

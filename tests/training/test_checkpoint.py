@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load
 from seeded import put_checkpoint
-from writing import Held, tensors, wait_for, write
+from writing import Held, keeps, tensors, wait_for, write
 
 import training.checkpoint
 from storage.object_store import StorageUnreachable, open_store
@@ -36,7 +36,7 @@ def test_a_checkpoint_holds_all_as_it_was_when_it_began_and_is_whole_at_the_end(
     store, model, state, logged = Held(tmp_path, MODEL), tensors(1), {"step": 1, "loop": {"taken": [1.0]}}, []
     model["t"] = torch.arange(12.0).reshape(3, 4).T  # in another order of memory
     with Writer(store, logged.append) as writer:
-        write_checkpoint(writer, "r", 1, 2, {"config.json": b"{}", MODEL: model}, state, 1, None)
+        write_checkpoint(writer, keeps(1, steps=2), 1, {"config.json": b"{}", MODEL: model}, state, None)
         model["a"].fill_(9)
         state["loop"]["taken"].append(2.0)  # by the step after it
         assert store.begun.wait(20)
@@ -176,22 +176,31 @@ def saved(root: Path, *steps: int, metric: str | None = "accuracy", **accuracies
 def test_the_best_validated_checkpoint_is_kept_with_the_newest(tmp_path):
     store = open_store(str(tmp_path))
     saved(tmp_path, 6, step1=float("nan"), step2=0.2, step3=0.7, step4=0.7, step5=0.1)
-    best = prune_checkpoints(store, "r", 1)
+    best = prune_checkpoints(store, keeps(1))
     assert best == Best(3, "accuracy", 0.7, THIRD), "of equals the oldest"
     assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000006"]
     assert best_checkpoint(store, "r") == best
     assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == THIRD
 
     saved(tmp_path, step7=0.9)  # and killed: an older one is left
-    assert prune_checkpoints(store, "r", 1).step == 7
+    assert prune_checkpoints(store, keeps(1)).step == 7
     assert checkpoints(store, "r") == ["runs/r/step-0000007"]
+
+
+def test_every_nth_checkpoint_is_kept_besides(tmp_path):
+    store = open_store(str(tmp_path))
+    saved(tmp_path, 2, 5, 12, 13, 14, step4=0.7)  # 5 and 13: of stopped runs
+    store.put(f"runs/r/step-0000006/{MODEL}", b"")  # of a killed one
+    prune_checkpoints(store, keeps(1, save_every=2, keep_every=6))
+    left = {info.path.split("/")[2] for info in store.list("runs/r/")}
+    assert left == {f"step-{step:07d}" for step in (4, 12, 14)}, "the best, the twelfth, the newest"
 
 
 def test_with_a_damaged_state_no_checkpoint_is_removed(tmp_path):
     store, logged = open_store(str(tmp_path)), []
     saved(tmp_path, 3, 4, step1=0.9, step2=0.5)
     store.put(f"{SECOND}/state.json", store.get(f"{SECOND}/state.json")[:-9])
-    assert prune_checkpoints(store, "r", 1, logged.append) is None
+    assert prune_checkpoints(store, keeps(1), logged.append) is None
     assert len(checkpoints(store, "r")) == 4
     assert f"{tmp_path}/{SECOND}/" in logged[0]
 
@@ -201,7 +210,7 @@ def test_without_a_metric_only_the_newest_are_kept_and_no_unfinished_one_before_
     saved(tmp_path, 3, 4, step2=0.9, metric=None)
     for step in (1, 5):
         store.put(f"runs/r/step-{step:07d}/{MODEL}", b"")
-    assert prune_checkpoints(store, "r", 2) is None
+    assert prune_checkpoints(store, keeps(2)) is None
     assert checkpoints(store, "r") == [THIRD, "runs/r/step-0000004"]
     assert not store.exists(f"{FIRST}/{MODEL}")
     assert store.exists(f"runs/r/step-0000005/{MODEL}"), "it may be on its way"
@@ -214,7 +223,7 @@ def write_to_a_full_disk(root: Path) -> None:
     errors = []
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     writer = Writer(open_store(str(root)), errors.append)
-    write_checkpoint(writer, "r", 1, 1, {MODEL: {"a": torch.ones(100, 100)}}, {"step": 1}, 1, None)
+    write_checkpoint(writer, keeps(1, steps=1), 1, {MODEL: {"a": torch.ones(100, 100)}}, {"step": 1}, None)
     wait_for(lambda: errors)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     writer.finish()

@@ -2,19 +2,21 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from places import PROJECT
+from places import DATA, PROJECT
 from small_run import Network, parts_of, run_small
 from tiny import tiny_recipe, tiny_root
 from torch import nn
@@ -27,25 +29,47 @@ from training.checkpoint import Writer, write_checkpoint
 from training.distributed import ALONE
 from training.log import read_heartbeat, read_metrics
 from training.metrics import Step
+from training.recipe import RunSettings
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop, Stopped
 from vlbert.data.batch import Batch
 from vlbert.train import train
+
+# Gradient norms of ten runs of demo recipes that learned, one or two of each task: name -> one for each step.
+HEALTHY = json.loads((DATA / "gradient_norms.json").read_text())
 
 
 def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
     return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, losses, loss, norm, 0.0, False)
 
 
+def skipped(norms: Iterable[float], spike: float | None = RunSettings.spike) -> list[int]:
+    """Which of these gradient norms are skipped."""
+    skipping = Skipping(spike)
+    return [number for number, norm in enumerate(norms) if skipping.skip_reason(step(1.0, norm))]
+
+
+@pytest.mark.parametrize("run", HEALTHY)
+def test_no_step_of_a_healthy_run_is_skipped_and_every_planted_spike_is(run):
+    """Pre-trainings are steady: 5 times the usual norm is a spike anywhere. Others vary: 5,000 times, at the end."""
+    assert len(HEALTHY) == 10
+    norms = HEALTHY[run]
+    assert len(norms) >= 200
+    assert skipped(norms) == []
+    steady = run.startswith("pretrain")
+    for at in range(WINDOW, len(norms), 50) if steady else [len(norms) - 1]:
+        planted = (5 if steady else 5_000) * statistics.geometric_mean(norms[at - WINDOW : at])
+        assert skipped([*norms[:at], planted, *norms[at + 1 :]]) == [at]
+
+
 def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
-    skipping = Skipping(5.0)
-    assert [skipping.skip_reason(step(1.0 if n else 50.0)) for n in range(WINDOW - 1)] == [None] * (WINDOW - 1)
-    assert skipping.skip_reason(step(1000.0)) is None, "99 came before it"
-    mean = (50 + 98 + 1000) / 100
-    for _ in range(2):  # a skipped step is no part of the mean
-        assert "57.5" in skipping.skip_reason(step(5 * mean + 0.1))
-    assert skipping.skip_reason(step(5 * mean - 0.1)) is None
-    assert Skipping(None, skipping.state).skip_reason(step(1e9)) is None
+    steady = [0.02, 0.03] * (WINDOW // 2)
+    assert skipped([*steady[1:], 1e3]) == [], "99 came before it"
+    assert skipped([*steady, 1e3, 1e3, 0.03, 1e3]) == [100, 101, 103], "a skipped step is not compared with"
+    assert skipped([*steady, 0.024 * 3.9, 0.024 * 4.9]) == [101], "the floor: 4 times the usual"
+    assert skipped([0.0, *steady, 0.0, 1e3]) == [102], "no gradient is no measure"
+    assert skipped([*steady, 1e3], None) == []
+    assert skipped([3.0**n for n in range(300)]) == [], "what grows steadily"
 
 
 def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
@@ -58,14 +82,14 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
 
 
 def test_a_resumed_run_skips_as_an_uninterrupted_one():
-    losses = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [3.3, 9.9, 3.1]
+    norms = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [9.9, 3.3, 9.9]
     whole, resumed = Skipping(2.0), Skipping(2.0)
-    reasons = [whole.skip_reason(step(loss)) for loss in losses]
+    reasons = [whole.skip_reason(step(1.0, norm)) for norm in norms]
     assert sum(map(bool, reasons)) == 2
-    for number, loss in enumerate(losses):
+    for number, norm in enumerate(norms):
         if number in (50, 120, 131):
             resumed = Skipping(2.0, json.loads(json.dumps(resumed.state)))
-        assert resumed.skip_reason(step(loss)) == reasons[number]
+        assert resumed.skip_reason(step(1.0, norm)) == reasons[number]
     assert resumed.state == whole.state
 
 
@@ -93,6 +117,26 @@ def test_a_skipped_step_changes_nothing_and_is_logged_with_its_samples(tmp_path,
     assert "skipped 1" in capsys.readouterr().out
 
 
+def test_a_step_with_a_spike_changes_nothing(tmp_path):
+    store, steps = open_store(str(tmp_path)), [*range(WINDOW + 20)]
+    network, _ = run_small(store, steps, wild=[WINDOW + 10], spike=RunSettings.spike)
+    without, _ = run_small(open_store(str(tmp_path / "without")), [n for n in steps if n != WINDOW + 10])
+    torch.testing.assert_close(network.state_dict(), without.state_dict(), rtol=0, atol=0)
+    (line,) = lines_of(store, "skipped.jsonl")
+    assert line["step"] == WINDOW + 11
+    assert "times the usual one" in line["why"]
+
+
+def test_a_profiled_step_leaves_its_trace_and_changes_nothing(tmp_path):
+    store, plain = (open_store(str(tmp_path / name)) for name in ("profiled", "plain"))
+    networks = [run_small(store, range(4), profile=3)[0], run_small(plain, range(4))[0]]
+    torch.testing.assert_close(*(network.state_dict() for network in networks), rtol=0, atol=0)
+    (file,) = (info.path for info in store.list("runs/run/profile-0000003/"))
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(store.get(file)))["traceEvents"]}
+    assert {"aten::addmm", "AddmmBackward0", "Optimizer.step#AdamW.step"} <= names, "forward, backward and the update"
+    assert not [info for info in plain.list("runs/run/profile")]
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     store = open_store(str(tmp_path))
     run_small(store, range(6), bad=[1, 3])  # one at a time
@@ -105,10 +149,10 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
 
 
 def test_a_run_that_fails_waits_for_its_checkpoint_and_names_it(tmp_path):
-    store = Held(tmp_path, "state.json")
+    store, recipe = Held(tmp_path, "state.json"), RunSettings(name="run", keep_checkpoints=1)
 
     def save(writer: Writer, done: int, state: dict) -> None:
-        write_checkpoint(writer, "run", done, 6, {}, {"step": done}, 1, None)
+        write_checkpoint(writer, recipe, done, {}, {"step": done}, None)
         threading.Timer(0.3, store.let_through.set).start()
 
     with pytest.raises(FloatingPointError, match=f"last good checkpoint is {tmp_path}/runs/run/step-0000002. "):

@@ -8,7 +8,14 @@ import torch
 from places import DATA, SHARED
 from torch import nn
 
-from training.optimizer import OptimizerConfig, clip_gradients, learning_rate_factor, make_optimizer, set_learning_rate
+from training.optimizer import (
+    OptimizerConfig,
+    clip_gradients,
+    learning_rate_factor,
+    learning_rates,
+    make_optimizer,
+    set_learning_rate,
+)
 
 COMPONENTS = SHARED / "parity" / "vlbert" / "components.npz"
 CONSTANT = {"warmup_steps": 0, "schedule": "step", "decay_at": (1000,)}
@@ -66,6 +73,17 @@ def test_the_fast_rcnn_learns_at_its_own_rate_and_what_is_frozen_not_at_all():
     for step, factor in ((0, 1 / 4), (1, 1 / 2), (9, 1 / 7)):  # the last step of ten learns, too
         set_learning_rate(optimizer, step, 10, config)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([8 * factor, 2 * factor])
+        # Logged is the rate of most parameters: the Fast R-CNN has two, the rest one.
+        logged = {"learning_rate": 2 * factor, "learning_rate_rest": 8 * factor}
+        assert learning_rates(optimizer) == pytest.approx(logged)
+
+
+def test_equal_rates_are_logged_once_however_the_parameters_decay():
+    config = OptimizerConfig(bert_learning_rate=2e-5, decayed="matrices")
+    optimizer = make_optimizer(nn.Linear(2, 2), config)
+    set_learning_rate(optimizer, 7999, 10**5, config)
+    assert len(optimizer.param_groups) == 2
+    assert learning_rates(optimizer) == {"learning_rate": pytest.approx(2e-5)}
 
 
 AS_VILBERT = {"bert_adam": False, "bias_correction": False, "max_grad_norm": 1.0, "clip_each": True}

@@ -199,3 +199,39 @@ def test_a_signalled_training_saves_and_its_flow_goes_on(root, monkeypatch):
     assert 3 <= step < 2000
     logged = trained_by_a_flow(root, "signalled", lambda: None, processes, steps=step + 1)
     assert any(f"resumes from {place}" in line for line in logged)
+
+
+# Counts what rank 0 sends of its buffers in a step of a training with BatchNorms.
+NORMS = """
+import dataclasses, sys
+from pathlib import Path
+
+import torch
+from tiny import TINY_MODEL, tiny_recipe
+
+from training.program import run_in_world
+from vlbert.train import train
+
+resnet = dataclasses.replace(TINY_MODEL.regions.resnet, norm="batch")
+model = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, resnet=resnet))
+recipe = tiny_recipe(Path(sys.argv[1]), run_name="norms", model=model, steps=5, save_every=100, log_every=100)
+profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+def observe(step, parts):
+    if step == 3:  # after DDP has ordered its buckets
+        profile.start()
+    if step == 4:
+        profile.stop()
+        names = [event.key for event in profile.key_averages()]
+        print("reduced", any("allreduce" in name for name in names), "sent", any("broadcast" in n for n in names))
+
+run_in_world("rank.py", lambda world: train(recipe, world, observe))
+"""
+
+
+@pytest.mark.slow
+def test_buffers_are_not_sent_in_a_step_and_a_run_says_over_how_many_images_its_norms_are(root, tmp_path):
+    status, printed, errors = ended(launched(tmp_path, NORMS, root))
+    assert status == 0, errors
+    assert printed.count("reduced True sent False") == 2
+    assert "BatchNorms normalise over 4 images" in printed

@@ -1,17 +1,21 @@
 """The order of samples is a function of seed and step alone, whatever the ranks and workers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from loaded import CPU, rows_in_order, training_data
 from tiny import TINY_MODEL, tiny_root
 
+from detectors.resnet import ResNetConfig
 from storage.order import shuffled
 from training.distributed import World
 from training.loading import batches
-from vlbert.config import DataConfig
+from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.loading import ValidationData, check_shares
 from vlbert.data.order import CAPTIONS
+from vlbert.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +39,18 @@ def test_workers_change_nothing_and_masks_differ_between_epochs(root):
 
 
 def test_a_batch_that_a_step_cannot_share_is_refused():
+    live, nothing = RECIPES["finetune_vcr"](variant="paper"), RegionConfig()
+    two = "over 2 images, but need 4.* lower data.gradient_accumulation.*--model.regions.resnet.norm=frozen"
+    with pytest.raises(ValueError, match=two):
+        check_shares(live.data, 8, live.model.regions)
+    check_shares(replace(live.data, gradient_accumulation=2), 8, live.model.regions)
+    check_shares(live.data, 8, replace(live.model.regions, resnet=ResNetConfig(norm="frozen")))
     for sizes, processes, named in (
         ({"batch": 8, "text_batch": 0}, 3, "data.batch = 8 cannot be split over 3 processes.*choose a multiple of 3"),
         ({"text_batch": 4, "gradient_accumulation": 8}, 1, "data.text_batch = 4 .*data.gradient_accumulation = 8"),
     ):
         with pytest.raises(ValueError, match=named):
-            check_shares(DataConfig(**sizes), processes)
+            check_shares(DataConfig(**sizes), processes, nothing)
 
 
 def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):

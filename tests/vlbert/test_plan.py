@@ -63,6 +63,8 @@ def test_hours_hold_for_the_settings_that_are_given():
     cpu = ("--detector.device=cpu", "--detector.precision=fp32")
     slow = planned(BASE, "--rows", "3300000", *cpu)
     assert slow["detect"]["hours"] / 24 == pytest.approx(0.62 * 3_300_000 * 13.4 / 86_400, rel=0.01)
+    curve = planned(BASE, "--rows", "3300000", "--keep_every", "50000")  # five checkpoints besides the newest two
+    assert curve["pre-train"]["bytes"] == pytest.approx(plan["pre-train"]["bytes"] * 7 / 2)
     unknown = planned(BASE, "--rows", "9", "--activation_checkpointing", "--detector.preset=demo")
     assert unknown["pre-train"]["hours"] is unknown["detect"]["euros"] is None
     assert "benchmarks.rehearsal" in unknown["pre-train"]["source"]

@@ -114,6 +114,51 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     patched.undo()
 
 
+def read_log(root: Path, run: str, name: str) -> list[dict]:
+    return [json.loads(line) for line in (root / "runs" / run / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("share", [0.3, 1e-6])
+def test_a_share_by_key_is_validated_on_and_never_trained_on_and_exactly_so_in_a_resumed_run(tmp_path, capsys, share):
+    """Of two weighted datasets, one of which grows in the meantime."""
+    root = tiny_root(tmp_path, samples=13, held_out=1)
+    more = [tiny_sample(200 + i, regions=1 + i % 3) for i in range(9)]
+    commit_samples(root, "more", more)
+    keys = {sample.key for sample in drawn(13) + more}
+    new = {tiny_sample(i, regions=1 + i % 3).key for i in range(300, 305)}
+    held = {key for key in keys | new if int(key, 16) < share * 16**20}
+    assert bool(held & new) == bool(held - new) == (share > 0.1), "the seeds of the samples give some of each"
+
+    fields = {"datasets": {"captions": 2.0, "more": 1.0}, "held_out_share": share, "chunk": 4}
+    recipe = dataclasses.replace(run_of(root, "run", 8, **fields), validate_every=4)
+    watched = Watched(root, at=1)
+    train(recipe, ALONE, watched)
+    assert watched.steps.keys() == (keys | new) - held
+    run, last = root / "runs" / "run", "step-0000008"
+    validated = [row["key"] for row in read_log(root, "run", "predictions.jsonl")] if share > 0.1 else []
+    assert sorted(validated) == sorted(held - new), "those of the first snapshot, so that all validations ask the same"
+    printed_lines = capsys.readouterr().out
+    assert (
+        ("WITHOUT VALIDATION" in printed_lines.splitlines()[-1]) == ("no validation: " in printed_lines) == (not held)
+    )
+
+    files = {file.name: file.read_bytes() for file in (run / last).iterdir()}
+    for step in (6, 8):
+        (run / f"step-{step:07d}" / "state.json").unlink()
+    train(recipe, ALONE, again := Watched(root))
+    assert {file.name: file.read_bytes() for file in (run / last).iterdir()} == files
+    assert {key: steps for key, taken in watched.steps.items() if (steps := [n for n in taken if n > 4])} == again.steps
+
+    for key in keys | (new - held):
+        lines = printed(whence, run, key)
+        assert sum(told(run, key).values(), []) == sorted(watched.steps[key])
+        assert any("used it for validation" in line for line in lines) == (key in validated)
+    assert len({key for _, key in exported(root, "run", tmp_path / "all.parquet")}) == len(keys | new) - len(held)
+    for step in (1, 8):
+        replayed = [example.key for example in replay(str(run), step, ReplaySettings()).examples]
+        assert sorted(replayed) == sorted(key for key, steps in watched.steps.items() for n in steps if n == step)
+
+
 def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
     root, watched = pretrained
     assert len(watched.steps) == 13 + 9 + 5

@@ -33,7 +33,7 @@ from vlbert.data.samples import open_samples
 from vlbert.evaluation.evaluate import recipe_of
 from vlbert.evaluation.results_page import render
 from vlbert.evaluation.whence import check_count
-from vlbert.resume import open_data, saved_of
+from vlbert.resume import examples_of, open_data, saved_of
 from vlbert.tasks.base import Task
 
 _MAX_LABELLED = 12  # labelled regions to number on the image, in addition to masked and mentioned ones
@@ -118,7 +118,7 @@ def _rebuild_step(checkpoint: Checkpoint, recipe: Recipe, step: int, pixels: boo
         name = sorted(config.datasets)[number]
         pinned = saved_of(checkpoint, name) | {"snapshot": span.snapshot}
         samples, _ = open_samples(store, name, None, pinned, ALONE)
-        examples = opened.task.examples(samples, None)
+        examples = examples_of(recipe, opened.task, samples)
         check_count(examples, span, name, checkpoint.uri)
         training.switch_snapshot(number, samples, examples, span.snapshot, span.consumed)
     ((examples, unreadable),) = training.examples(step - 1)

@@ -36,13 +36,13 @@ from storage.programs import Command, Positional
 from storage.redact import display_url
 from storage.safe_json import printable
 from storage.settings import from_json
-from storage.snapshots import read_columns
+from storage.snapshots import read_columns, read_snapshot
 from storage.withdrawn import is_in, read_withdrawn
 from training.checkpoint import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import SnapshotSpan, draw_samples, seed_of
 from vlbert.tasks import make_task, settings_named
-from vlbert.tasks.base import Examples
+from vlbert.tasks.base import Examples, least_trained_key, split_by_key
 from vlbert.tasks.pretraining import PretrainingSettings
 
 _CHUNK = 2**16  # samples of a run whose steps are computed at once
@@ -70,6 +70,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "seed": state["seed"],
         "batch": recipe["data"]["batch"],
         "chunk": recipe["data"]["chunk"],
+        "held_out_share": recipe["data"]["held_out_share"],
         "task": checkpoint.config["task"],
         "settings": recipe["task"],
         "task_files": state.get("task_files"),
@@ -119,14 +120,15 @@ class TrainedRun:
 
         Raises ValueError if task files are missing or have changed.
         """
+        share, snapshot = self.record["held_out_share"], self.store_of(data, span.snapshot)
         if self.record["task"] == PretrainingSettings.__name__:
-            return np.arange(span.examples)
+            every = Examples(np.arange(read_snapshot(*snapshot)[0].ok_rows))
+            return np.asarray(split_by_key(every, *snapshot, share, held_out=False).samples)
         kind = settings_named(self.record["task"])
         if kind is None:
             unknown = f"no task has settings {self.record['task']}, as {self.run} has"
             raise ValueError(f"{unknown}; name the file of the task: --task_file FILE")
-        store, path = self.store_of(data, span.snapshot)
-        urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
+        urls = [url for table in read_columns(*snapshot, ["url"]) for url in table["url"].to_pylist()]
         try:
             if self.checkpoint.vocabulary is None:
                 raise ValueError(f"{self.checkpoint.uri} has no vocabulary, which the task needs")
@@ -134,8 +136,9 @@ class TrainedRun:
             settings.check_same(self.record["task_files"], self.record["checkpoint"], "put it back")
             task = make_task(settings, self.checkpoint.vocabulary, self.checkpoint.num_classes)
             restore_saved(task, self.checkpoint)
-            samples = _Urls(urls, read_withdrawn(store).urls)
+            samples = _Urls(urls, read_withdrawn(snapshot[0]).urls)
             examples = task.examples(samples, None)  # ty: ignore[invalid-argument-type] reads no sample
+            examples = split_by_key(examples, *snapshot, share, held_out=False)
         except ValueError as error:
             raise ValueError(f"the images of {self.run} are unknown without its task's files: {error}") from error
         check_count(examples, span, data["dataset"], self.run)
@@ -291,11 +294,13 @@ def describe_uses(runs: Sequence[TrainedRun], image: str) -> list[str]:
             lines.append(f"{trained.run}: {row['dataset']}, shard {row['shard']}, {row['key']}, steps {steps}")
             urls[row["url"]] = row["key"]
             licenses |= {row["license"]} - {None}
+        share = trained.record["held_out_share"]
         for held in trained.record["held_out"] or ():
             path = trained.store_of(held, held["snapshot"])
             # A task may validate on a part of the dataset.
             used = "used it" if trained.record["task"] == PretrainingSettings.__name__ else "may have used it"
-            for key in find_rows(*path, column, values)["key"].to_pylist():
+            rows = find_rows(*path, column, values)["key"].to_pylist()
+            for key in (key for key in rows if not share or key < least_trained_key(share)):
                 lines.append(f"{trained.run} {used} for validation ({held['dataset']}, {key})")
     withdrawn = read_withdrawn(runs[0].checkpoint.folder.store).urls
     if column == "key":

@@ -54,7 +54,7 @@ def pretrain_unicoder_vl(size: Size = "base") -> Recipe:
             region_head="transform_norm",
         ),
         model=UNICODER_VL_BASE,
-        data=DataConfig(batch=192, gradient_accumulation=4),
+        data=DataConfig(batch=192, gradient_accumulation=4, held_out_share=vlbert.HELD_OUT_SHARE),
         optimizer=replace(OPTIMIZER, warmup_steps=19_800),
         steps=198_000,
         bert="bert-base-uncased",

@@ -83,7 +83,7 @@ def pretrain_vilbert(size: Size = "base", variant: Program = "paper") -> Recipe:
             region_loss="kl",
         ),
         model=VILBERT_BASE,
-        data=DataConfig(batch=512),
+        data=DataConfig(batch=512, held_out_share=vlbert.HELD_OUT_SHARE),
         optimizer=replace(OPTIMIZER, bert_learning_rate=1e-5, warmup_steps=6_445),
         steps=64_450,
         bert="bert-base-uncased",

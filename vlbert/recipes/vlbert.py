@@ -23,6 +23,7 @@ from vlbert.tasks.vqa import VQASettings
 from vlbert.variants import Variant
 
 Size = Literal["base", "large", "demo"]
+HELD_OUT_SHARE = 0.002  # of the captions of a pre-training: 6,600 of Conceptual Captions
 _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096}
 
 
@@ -41,14 +42,13 @@ def pretrain_vlbert(size: Size = "base", features: Features = "end_to_end", vari
     if variant == "paper":  # 4.1 and A.2
         _refuse(precomputed, name, "the paper trains end to end")
         optimizer = OptimizerConfig(learning_rate=2e-5, warmup_steps=8_000)
+    # Large: two backward passes per step, as the authors' GPUs had memory for.
+    passes = 2 if size == "large" and not precomputed else 1
     recipe = Recipe(
         name=name,
         task=PretrainingSettings(),
         model=_model(size, features=features),
-        # Large: two backward passes per step, as the authors' GPUs had memory for.
-        data=DataConfig(
-            batch=128, text_batch=128, gradient_accumulation=2 if size == "large" and not precomputed else 1
-        ),
+        data=DataConfig(batch=128, text_batch=128, gradient_accumulation=passes, held_out_share=HELD_OUT_SHARE),
         optimizer=optimizer,
         steps=250_000,
         bert=f"bert-{size}-uncased",

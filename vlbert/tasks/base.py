@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow.compute as pc
 from torch import Tensor, nn
 
 from storage.digests import sha256_of
+from storage.object_store import ObjectStore
 from storage.reading import Samples
 from storage.sample import Sample
+from storage.snapshots import read_columns
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
@@ -40,6 +43,22 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+def least_trained_key(share: float) -> str:
+    """Return the first key that is not held out. Keys are hashes (storage/sample.py): `share` of all are below it."""
+    return f"{int(share * 16**20):020x}"
+
+
+def split_by_key(examples: Examples, store: ObjectStore, snapshot: str, share: float, held_out: bool) -> Examples:
+    """Return the examples that are held out, or those that are not: by the keys in the snapshot file at `snapshot`."""
+    if not share:
+        return examples
+    tables = read_columns(store, snapshot, ["key"])
+    below = np.concatenate([pc.less(table["key"], least_trained_key(share)).to_numpy() for table in tables])
+    chosen = np.flatnonzero(below[examples.samples] == held_out).astype(np.int32)  # half the memory of int64
+    annotations = [examples.annotations[number] for number in chosen] if len(examples.annotations) else ()
+    return replace(examples, samples=np.asarray(examples.samples)[chosen], annotations=annotations)
 
 
 def make_examples(
