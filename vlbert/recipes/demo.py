@@ -81,7 +81,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
     )
 
 
-def _finetune(model: ModelConfig, task: Any, name: str, steps: int) -> Recipe:
+def _finetune(model: ModelConfig, task: Any, name: str, steps: int = 240) -> Recipe:
     """Configure fine-tuning on the demo's data, with validation halfway and at the end."""
     return Recipe(
         name=name,
@@ -105,7 +105,7 @@ def finetune_refcoco(model: Model, features: Features, name: str) -> Recipe:
     task = RefCOCOSettings(regions="detected")
     if model != "vlbert":
         task = replace(task, classifier="regions_norm")
-    return _finetune(demo_model(model, features), task, name, steps=70)
+    return _finetune(demo_model(model, features), task, name)
 
 
 def finetune_labels(model: Model, features: Features, name: str) -> Recipe:
@@ -119,7 +119,7 @@ def finetune_vqa(model: Model, features: Features, name: str) -> Recipe:
     task = VQASettings()
     if model != "vlbert":  # VL-BERT reads [MASK], and answers start from words; the others read the pair
         task = replace(task, reads="pair", classifier="gelu_norm", answers_from_words=False)
-    return _finetune(demo_model(model, features), task, name, steps=60)
+    return _finetune(demo_model(model, features), task, name)
 
 
 def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
@@ -134,13 +134,13 @@ def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
         task, config = replace(task, names="class"), replace(config, mentioned_regions=True)
     if model == "vilbert":
         task = replace(task, copies_segment=False)
-    return _finetune(config, task, name, steps=120)
+    return _finetune(config, task, name)
 
 
 def finetune_retrieval(model: Model, features: Features, name: str) -> Recipe:
     """Configure fine-tuning on retrieval. The demo's images have five captions each, and validation ranks 50 images."""
     # All models use cross-entropy, because nothing is learned from the hinge loss in so few steps.
     task = RetrievalSettings(file="dataset_demo.json", caption_length=100, loss="cross_entropy")
-    recipe = _finetune(demo_model(model, features), task, name, steps=80)
+    recipe = _finetune(demo_model(model, features), task, name)
     optimizer = replace(recipe.optimizer, learning_rate=1e-3, region_learning_rate=5e-4)
     return replace(recipe, optimizer=optimizer, validation_samples=50)
