@@ -4,6 +4,7 @@ Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward
 """
 
 import contextlib
+import inspect
 import math
 import tempfile
 from abc import ABC, abstractmethod
@@ -128,7 +129,9 @@ def train_steps(run: Run) -> dict[str, float]:
         metadata = {"processes": world.size, **run.metadata}
         run.log = RunLog(run.writer, *progress, metadata, find_trackers(recipe.trackers), to_json(recipe))
     # Gradients are views of the communication buckets, which saves a copy. Buffers are sent only before a validation.
-    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True, broadcast_buffers=False)
+    known = inspect.signature(DistributedDataParallel).parameters  # of torch 2.11, or newer
+    sent = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True, **{sent: False})
     parallel = ddp(run.model) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
     skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))

@@ -11,7 +11,7 @@ from prefect.exceptions import ParameterTypeError
 from prefect.flows import load_flow_from_entrypoint
 
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from demo.deployments import PIPELINE, TRAIN_DETECTOR, flow_parameters, write_deployments
+from demo.deployments import PIPELINE, TRAIN_DETECTOR, comparison_parameters, flow_parameters, write_deployments
 from flows import finetune, pretrain
 from flows.check import check
 from flows.pipeline import pretrain_vlbert
@@ -133,7 +133,7 @@ def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_
     file = PROJECT / "prefect.yaml"
     if of == "demo":
         file = tmp_path / "prefect.yaml"
-        write_deployments(file, parameters, demo_data)
+        write_deployments(file, parameters, comparison_parameters(Path("r"), demo_data, [0]), demo_data)
     read, deployments = {}, yaml.safe_load(file.read_text())["deployments"]
     active = [schedule.get("active", True) for one in deployments for schedule in one.get("schedules", ())]
     assert active == [of == "project"], "the demo starts nothing by the clock"

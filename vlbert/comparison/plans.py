@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from training.program import find_recipe
-
 PRETRAINING = "pretraining"  # scope of fields for pre-training, and its task in run names
 _NAME = re.compile(r"[a-z0-9_]+")
 
@@ -194,6 +192,8 @@ PLANS = {plan.__name__: plan for plan in (family_demo, objectives_demo, table4)}
 
 def find_plan(name: str) -> Plan:
     """Return the plan with this name, or the plan that MODULE:FUNCTION returns. Raises ValueError if there is none."""
+    from training.program import find_recipe  # here, because it imports torch, which deployments do not need
+
     plan = find_recipe(name, PLANS, "plan")()
     if not isinstance(plan, Plan):
         raise ValueError(f"{name} returns {type(plan).__name__}, not a Plan; docs/results.md has an example")
