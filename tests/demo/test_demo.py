@@ -57,7 +57,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
 
 
 def test_no_rule_that_is_blind_passes_the_gates(tasks: DemoData):
-    """Of VQA the commonest answers to the words of a question; of RefCOCO+ a guess among the boxes of the right size."""
+    """For VQA the commonest answer to a question's words; for RefCOCO+ a guess among the boxes of the right size."""
     questions = vqa.read_questions(tasks.root / folder_of("vqa_1000"), "eval2014")
     rows = [question.columns() | {"annotator_answers": list(question.answers)} for question in questions]
     by_type = blind_scores(tasks.root / folder_of("vqa_1000"), rows)
