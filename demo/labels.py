@@ -11,7 +11,7 @@ from demo.data import LABELS, VISUAL_WORDS
 from vlbert.comparison.plans import ComparedTask, Plan, Training, Variant
 
 PLAN = "demo.labels:label_curves"
-NAME = "label_curves"
+NAME = "labels"
 WITH, WITHOUT = "with", "without"  # variants
 PRETRAINING, FINETUNING = 600, 240  # steps of the demo's recipes
 VALIDATIONS = 6  # of each fine-tuning
