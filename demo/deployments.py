@@ -69,7 +69,7 @@ def flow_parameters(
 ) -> dict[str, Any]:
     """Return the parameters of the flow `pretrain-vlbert` as JSON values.
 
-    Its runs are those of the plan `label_curves` (demo/labels.py) with pre-training and the most labels.
+    Its runs are those of the plan in demo/labels.py with pre-training and the most labels.
     """
     detector = make_detection_config(weights, keep_features=True)
     datasets = [Dataset(name, **source, detector=detector) for name, source in make_sources(data).items()]
@@ -108,7 +108,7 @@ def flow_parameters(
 
 
 def comparison_parameters(root: Path, data: DemoData, seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the parameters of the flow `compare` for the plan `label_curves`, after `pretrain-vlbert`, as JSON values.
+    """Return the parameters of the flow `compare` for that plan, after `pretrain-vlbert`, as JSON values.
 
     All seeds have the text and the vocabulary of that flow, whose seed is the first one.
     """

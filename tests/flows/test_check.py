@@ -11,7 +11,15 @@ from prefect.exceptions import ParameterTypeError
 from prefect.flows import load_flow_from_entrypoint
 
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from demo.deployments import PIPELINE, TRAIN_DETECTOR, comparison_parameters, flow_parameters, write_deployments
+from demo.deployments import (
+    PIPELINE,
+    SHIPPED_DETECTOR,
+    TRAIN_DETECTOR,
+    comparison_parameters,
+    flow_parameters,
+    write_deployments,
+)
+from demo.labels import WITH, run_name
 from flows import finetune, pretrain
 from flows.check import check
 from flows.pipeline import pretrain_vlbert
@@ -52,7 +60,7 @@ def test_labels_of_ones_own_are_a_task_of_the_pipeline():
     assert settings.dataset_name in recipe.data.datasets
 
 
-PRECOMPUTED = {"recipe": "pretrain_vlbert --features precomputed", "overrides": ()}
+WITHOUT_FEATURES = {"preset": "demo", "weights": str(SHIPPED_DETECTOR)}
 REFUSED = [
     ("datasets", {"detector": {"misspelt": 1}}, r"datasets.0.detector.misspelt: Unexpected"),
     ("pretraining", {"processes": {"misspelt": 1}}, r"pretraining.processes.misspelt: Unexpected"),
@@ -72,8 +80,8 @@ REFUSED = [
     ("pretraining", {"vocabulary_captions": ("no.tsv",)}, r"pretraining.vocabulary_captions: .*no.tsv"),
     ("pretraining", {"vocabulary": "no.txt"}, r"pretraining.vocabulary: .*no.txt"),
     ("pretraining", {"recipe": "finetune_refcoco --size demo"}, r"pretraining.recipe finetune_refcoco"),
-    ("pretraining", {"run": "refcoco-with"}, r"runs .*refcoco-with"),
-    ("pretraining", PRECOMPUTED, r"detector of captions does not keep .*keep_features"),
+    ("pretraining", {"run": run_name(WITH, "refcoco_1000", 0)}, r"runs .*refcoco_1000"),
+    ("datasets", {"detector": WITHOUT_FEATURES}, r"detector of captions does not keep .*keep_features"),
     ("pretraining", {"overrides": ("--data.root=x",)}, r"override --data.root=x.* the flow's root"),
     ("finetunings", {"dataset": "refcoco"}, r"finetunings\[0\].dataset .*'refcoco'"),
     ("finetunings", {"folder": "no"}, r"finetunings\[0\].folder: .*no/refs\(unc\).p"),
