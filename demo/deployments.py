@@ -10,7 +10,18 @@ import yaml
 from pydantic import TypeAdapter
 
 from demo.data import LABELS, ROWS_PER_SHARD, VISUAL_WORDS, DemoData
-from demo.labels import COLUMNS, FINETUNING, PLAN, SIZE, WITH, WITHOUT, finetuning_changes, folder_of, run_name
+from demo.labels import (
+    COLUMNS,
+    FINETUNING,
+    PLAN,
+    PRETRAINING_RUN,
+    SIZE,
+    WITH,
+    WITHOUT,
+    finetuning_changes,
+    folder_of,
+    run_name,
+)
 from demo.task_files import ANSWERS
 from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.select import SelectionSettings
@@ -75,7 +86,7 @@ def flow_parameters(
     datasets = [Dataset(name, **source, detector=detector) for name, source in make_sources(data).items()]
     pretraining = PretrainSettings(
         recipe=shlex.join(["pretrain_vlbert", *SIZE]),
-        run=run_name(WITH, "pretraining", seed),
+        run=PRETRAINING_RUN.format(seed=seed),
         held_out=("held-out",),
         text=(str(data.text),),
         vocabulary_size=500,
@@ -89,7 +100,7 @@ def flow_parameters(
         FinetuneSettings(
             task=task,
             recipe=shlex.join([f"finetune_{task}", *SIZE]),
-            run=run_name(WITH, column, seed),
+            run=run_name(column, WITH).format(seed=seed),
             folder=str(data.root / folder_of(column)),
             dataset="coco",
             overrides=(f"--data.seed={seed}", *finetuning_changes(task, FINETUNING), *[answers] * (task == "vqa")),
@@ -112,7 +123,7 @@ def comparison_parameters(root: Path, data: DemoData, seeds: Sequence[int]) -> d
 
     All seeds have the text and the vocabulary of that flow, whose seed is the first one.
     """
-    text = root / "work" / "text" / run_name(WITH, "pretraining", seeds[0])
+    text = root / "work" / "text" / PRETRAINING_RUN.format(seed=seeds[0])
     fields = [f"pretraining:data.text_corpus={text}"]
     fields += [f"{scope}:vocabulary={text / 'vocab.txt'}" for scope in ("pretraining", WITHOUT)]
     fields += [f"{column}:task.answers={count_answers(data)}" for column in COLUMNS if COLUMNS[column][0] == "vqa"]

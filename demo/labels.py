@@ -12,6 +12,7 @@ from vlbert.comparison.plans import ComparedTask, Plan, Training, Variant
 
 PLAN = "demo.labels:label_curves"
 NAME = "labels"
+PRETRAINING_RUN = "pretrain-seed{seed}"
 WITH, WITHOUT = "with", "without"  # variants
 PRETRAINING, FINETUNING = 600, 240  # steps of the demo's recipes
 VALIDATIONS = 6  # of each fine-tuning
@@ -34,20 +35,23 @@ def label_curves() -> Plan:
         for column, (task, labels) in COLUMNS.items()
     }
 
-    def finetunings(steps: int) -> dict[str, Training]:
+    def finetunings(variant: str, steps: int) -> dict[str, Training]:
         return {
             column: Training(
                 f"finetune_{task}",
                 (*SIZE, *finetuning_changes(task, steps), f"--task.folder={{root}}/data/{folder_of(column)}"),
+                run_name(column, variant),
             )
             for column, (task, _) in COLUMNS.items()
         }
 
-    corpus = Training("pretrain_vlbert", (*SIZE, "--task.monitored_words", *VISUAL_WORDS))
+    pretraining = Training("pretrain_vlbert", (*SIZE, "--task.monitored_words", *VISUAL_WORDS), PRETRAINING_RUN)
     total = PRETRAINING + FINETUNING
     variants = {
-        WITH: Variant(f"{PRETRAINING} steps of pre-training + {FINETUNING}", corpus, finetunings(FINETUNING)),
-        WITHOUT: Variant(f"without pre-training, {total} steps", None, finetunings(total)),
+        WITH: Variant(
+            f"{PRETRAINING} steps of pre-training + {FINETUNING}", pretraining, finetunings(WITH, FINETUNING)
+        ),
+        WITHOUT: Variant(f"without pre-training, {total} steps", None, finetunings(WITHOUT, total)),
     }
     return Plan(NAME, "How many labels does pre-training save?", variants, tasks, (0, 1, 2, 3, 4), (GROUNDING,))
 
@@ -64,6 +68,6 @@ def folder_of(column: str) -> str:
     return f"labels/{column.replace('_', '-')}"
 
 
-def run_name(variant: str, task: str, seed: int) -> str:
-    """Return the name of a run of the plan. `task` is a column, or "pretraining"."""
-    return f"compare-{NAME}-{variant}-{task}-seed{seed}"
+def run_name(column: str, variant: str) -> str:
+    """Return the name of a fine-tuning run, with {seed} in it."""
+    return f"{column}-{variant}-seed{{seed}}"

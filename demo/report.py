@@ -161,7 +161,7 @@ def detections(regions: Regions) -> Regions:
 
 def draw_examples(store: ObjectStore, pipeline: "PipelineResult", task: str, seed: int) -> list[dict]:
     """Draw the first right and the first wrong answers of the model with pre-training and the most labels."""
-    run = run_name(WITH, most_labels(task), seed)
+    run = run_name(most_labels(task), WITH).format(seed=seed)
     rows = read_predictions(store, run)
     right, wrong = [row for row in rows if row["score"] >= 0.5], [row for row in rows if row["score"] < 0.5]
     chosen = right[:RIGHT_SHOWN] + wrong[:WRONG_SHOWN]
@@ -249,7 +249,7 @@ def select_curves(store: ObjectStore, pretraining: str, seed: int) -> dict[str, 
     for task, compared in TASKS.items():
         panels[f"{compared.title}, {max(LABELS):,} labels: accuracy, split val"] = {
             name: select_values(
-                read_metrics(store, run_name(start, most_labels(task), seed), "validation"), compared.metric
+                read_metrics(store, run_name(most_labels(task), start).format(seed=seed), "validation"), compared.metric
             )
             for start, name in STARTS.items()
         }

@@ -158,7 +158,7 @@ def operated_apart(home: Path, deployments: Path, pool: str) -> Iterator[Operate
 def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:
     """The parameters of `make demo`, made small: shards of ten, four steps a run, end to end, one fine-tuning."""
     parameters = flow_parameters(root, demo_data, seed=0, processes=processes)
-    for training, name in ((parameters["pretraining"], "pretrain"), (parameters["finetunings"][0], "refcoco")):
+    for training, name in ((parameters["pretraining"], "pretrain"), (parameters["finetunings"][0], "refcoco-with")):
         training["run"], training["recipe"] = name, training["recipe"].replace(" --features=precomputed", "")
         training["overrides"].append(f"--model.regions.weights={SHIPPED_DETECTOR}")
     steps = ["--steps=4", "--log_every=1", "--validate_every=4", "--validation_samples=8", "--data.batch=4"]

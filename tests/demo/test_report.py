@@ -12,7 +12,7 @@ from demo_results import results
 from PIL import Image
 
 from demo.data import DemoDataSettings, draw_demo_data
-from demo.labels import WITH, WITHOUT, run_name
+from demo.labels import PRETRAINING_RUN, WITH, WITHOUT, run_name
 from demo.report import detections, write_report
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard
@@ -73,7 +73,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         (WITH, "pretraining", scenes.id),
         *((start, column, tasks.id) for column in ("refcoco_1000", "vqa_1000") for start in (WITH, WITHOUT)),
     ):
-        run, scores = run_name(start, task, 0), {"accuracy": 0.5, "accuracy_published": 0.5}
+        run = PRETRAINING_RUN if task == "pretraining" else run_name(task, start)
+        run, scores = run.format(seed=0), {"accuracy": 0.5, "accuracy_published": 0.5}
         metrics = masked if task == "pretraining" else scores
         runs[start, task] = Trained(run, "recipe", detector, "snapshot", "", metrics, 1.0, 1)
         lines = [{"kind": "training", "step": 20} | losses, {"kind": "validation", "step": 40} | metrics]

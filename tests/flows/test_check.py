@@ -19,7 +19,6 @@ from demo.deployments import (
     flow_parameters,
     write_deployments,
 )
-from demo.labels import WITH, run_name
 from flows import finetune, pretrain
 from flows.check import check
 from flows.pipeline import pretrain_vlbert
@@ -80,7 +79,7 @@ REFUSED = [
     ("pretraining", {"vocabulary_captions": ("no.tsv",)}, r"pretraining.vocabulary_captions: .*no.tsv"),
     ("pretraining", {"vocabulary": "no.txt"}, r"pretraining.vocabulary: .*no.txt"),
     ("pretraining", {"recipe": "finetune_refcoco --size demo"}, r"pretraining.recipe finetune_refcoco"),
-    ("pretraining", {"run": run_name(WITH, "refcoco_1000", 0)}, r"runs .*refcoco_1000"),
+    ("pretraining", {"run": "refcoco_1000-with-seed0"}, r"runs .*refcoco_1000"),
     ("datasets", {"detector": WITHOUT_FEATURES}, r"detector of captions does not keep .*keep_features"),
     ("pretraining", {"overrides": ("--data.root=x",)}, r"override --data.root=x.* the flow's root"),
     ("finetunings", {"dataset": "refcoco"}, r"finetunings\[0\].dataset .*'refcoco'"),

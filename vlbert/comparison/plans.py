@@ -14,6 +14,7 @@ class Training:
 
     recipe: str
     changes: tuple[str, ...] = ()  # arguments as for `vlbert train`; {root} in them stands for data.root
+    run: str = ""  # its name, with {seed} in it; empty: compare-PLAN-VARIANT-TASK-seed{seed}
 
 
 @dataclass(frozen=True)
