@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 DATASETS = {"captions": "for training", "held-out": "for validation", "coco": "images of the tasks"}
 STARTS = {WITH: "with pre-training", WITHOUT: "without"}
+BASELINES = {"another image": "another image", "blind": "blind answers", "chance": "chance"}  # of results.Column
 MEASURES = {
     "refcoco": "expressions, such as “the small red star”, for which the right box was found (IoU ≥ 0.5)",
     "vqa": "questions, such as “What color is the star?”, answered right (official accuracy)",
@@ -78,7 +79,7 @@ def write_report(
         "steps": read_metrics(store, pretrained.run, "validation")[-1]["step"],
         "scenes": draw_held_out_scenes(store, f"regions/{pretrained.detector}"),
         "max_boxes": MAX_BOXES,
-        "label_curves": draw_label_curves(by_task),
+        "label_curves": {task: draw_label_curve(columns) for task, columns in by_task.items()},
         "curves": {
             title: draw_panels({"": lines}, width=4.6)
             for title, lines in select_curves(store, pretrained.run, results.seeds[0]).items()
@@ -89,6 +90,7 @@ def write_report(
         "saved": {task: labels_saved(columns) for task, columns in by_task.items()},
         "examples": examples,
         "starts": STARTS,
+        "baselines": BASELINES,
         "seeds": results.seeds,
         "root": shlex.quote(str(root)),
     }
@@ -185,50 +187,36 @@ def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def draw_label_curves(by_task: Mapping[Any, Sequence[Column]]) -> str:
-    """Draw the accuracy of each task over the number of labels, as an SVG in a data: URI.
+def draw_label_curve(columns: Sequence[Column]) -> str:
+    """Draw a task's accuracy over the number of labels, as an SVG in a data: URI. The argument are its columns.
 
     Bars are 95 % intervals over seeds and items. With one seed there are none.
     """
     from matplotlib import rc_context  # here, because the import takes half a second
     from matplotlib.figure import Figure
 
-    file, colours = io.StringIO(), {WITH: "#2a78d6", WITHOUT: "#eb6834"}
+    file, labels = io.StringIO(), [column.labels for column in columns]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "labels", "font.size": 10}):
-        figure = Figure(figsize=(9.4, 3.6), layout="constrained", facecolor="white")
-        for axes, columns in zip(figure.subplots(1, len(by_task), squeeze=False)[0], by_task.values(), strict=True):
-            labels = [column.labels for column in columns]
-            for start, name in STARTS.items():
-                means = [column.means[start] for column in columns]
-                values = [100 * found["mean"] for found in means]
-                ends = [
-                    [abs(100 * (found[end] or found["mean"]) - 100 * found["mean"]) for found in means]
-                    for end in ("low", "high")
-                ]
-                axes.errorbar(labels, values, ends, label=name, color=colours[start], marker="o", capsize=4)
-                for place, value in zip(labels, values, strict=True):
-                    axes.annotate(
-                        f"{value:.0f}",
-                        (place, value),
-                        xytext=(5, 5 if start == WITH else -13),
-                        textcoords="offset points",
-                        color=colours[start],
-                    )
-            for number, name in enumerate(columns[0].baselines):
+        figure = Figure(figsize=(4.6, 3.6), layout="constrained", facecolor="white")
+        axes = figure.subplots()
+        for start, colour, above in ((WITH, "#2a78d6", 6), (WITHOUT, "#eb6834", -14)):
+            found = [column.means[start] for column in columns]
+            means = [100 * one["mean"] for one in found]
+            bars = None
+            if found[0]["low"] is not None:
+                bars = [[abs(100 * one[end] - 100 * one["mean"]) for one in found] for end in ("low", "high")]
+            axes.errorbar(labels, means, bars, label=STARTS[start], color=colour, marker="o", capsize=4)
+            for place, mean in zip(labels, means, strict=True):
+                axes.annotate(f"{mean:.0f}", (place, mean), (4, above), textcoords="offset points", color=colour)
+        for name, style in (("another image", "-"), ("blind", "--"), ("chance", ":")):
+            if name in columns[0].baselines:
                 values = [100 * column.baselines[name] for column in columns]
-                axes.plot(labels, values, label=name, color="#8a8a80", linestyle=("-", "--", ":")[number])
-            axes.set(
-                title=columns[0].title,
-                xlabel="labels",
-                ylabel="accuracy, %",
-                xscale="log",
-                xticks=labels,
-                xticklabels=labels,
-                ylim=(0, None),
-            )
-            axes.minorticks_off()
-            axes.spines[["right", "top"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8)
+                axes.plot(labels, values, label=BASELINES[name], color="#8a8a80", linestyle=style)
+        axes.set(xlabel="labels", ylabel="accuracy, %", xscale="log", ylim=(0, None))
+        axes.set_xticks(labels, [f"{number:,}" for number in labels])
+        axes.minorticks_off()
+        axes.spines[["right", "top"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"
 

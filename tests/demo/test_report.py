@@ -91,8 +91,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_numbers_of_the_page_are_those_of_the_runs(page: str):
     text = text_of(page)
     assert re.search(r"Does it use the image\?.* right image 94\b.* 30 masked words of .*, after 40 steps", text)
-    assert "RefCOCO+ : with pre-training, 60 labels reach what takes 1,000 without: it saved 17 times" in text
-    assert "VQA : with pre-training, 60 labels reach what takes 240 without: it saved 4 times the labels." in text
+    assert "RefCOCO+: with pre-training, 60 labels reach what takes 1,000 without: it saved 17 times" in text
+    assert "VQA: with pre-training, 60 labels reach what takes 240 without: it saved 4 times the labels." in text
     assert re.search(r"1,000 70\.0\s% 65\.0\s% \+5\.0 points 35\.0\s% 32\.0\s% 13\.0\s%", text)
     assert "One seed" in text
     assert "Images downloaded 3 of 4 rows " in text
