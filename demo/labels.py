@@ -14,7 +14,7 @@ PLAN = "demo.labels:label_curves"
 NAME = "labels"
 PRETRAINING_RUN = "pretrain-seed{seed}"
 WITH, WITHOUT = "with", "without"  # variants
-PRETRAINING, FINETUNING = 600, 240  # steps of the demo's recipes
+PRETRAINING, FINETUNING = 600, 120  # steps of the demo's recipes
 VALIDATIONS = 6  # of each fine-tuning
 SIZE = ("--size=demo", "--features=precomputed")  # arguments of all recipes
 TASKS: dict[Literal["refcoco", "vqa"], ComparedTask] = {

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 PRETRAINING = "pretraining"  # scope of fields for pre-training, and its task in run names
 _NAME = re.compile(r"[a-z0-9_]+")
@@ -87,12 +87,12 @@ DEMO_WORDS = tuple(_DEMO_WORDS.split())
 _DEMO_TASKS = {
     "vqa": ComparedTask("VQA", "eval2014", "accuracy"),
     "refcoco": ComparedTask("RefCOCO+", "testA", "accuracy_published"),
-    "retrieval": ComparedTask("Retrieval, caption → image, R@1", "test", "image_r1", "image_ranks", within=1),
+    "vcr": ComparedTask("VCR, Q→A", "test", "answer_accuracy"),
 }
 _DEMO_FIELDS = {
     "vqa": ("--task.folder={root}/data/vqa", "--task.answers=18"),
     "refcoco": ("--task.folder={root}/data/refcoco+",),
-    "retrieval": ("--task.folder={root}/data/retrieval",),
+    "vcr": ("--task.folder={root}/data/vcr", "--task.subtask=answer"),
 }
 _DEMO_METRICS = ("monitored_accuracy", "monitored_accuracy_grounding_gap", "regions_accuracy_grounding_gap")
 # VL-BERT's recipes with these changes of the model: heads, losses, data and steps are the same.
@@ -122,7 +122,6 @@ def family_demo() -> Plan:
 def objectives_demo() -> Plan:
     """Return a plan that compares VL-BERT's objectives of pre-training on the scenes of demo/scenes.py."""
     variants = {name: _demo_variant(title, objective) for name, (title, objective) in _OBJECTIVES.items()}
-    variants["without"] = replace(variants["words"], title="without pre-training", pretraining=None)
     return _demo_plan("objectives_demo", "What VL-BERT learns from in pre-training, on drawn scenes", variants)
 
 

@@ -81,7 +81,7 @@ def pretrain(model: Model, features: Features, name: str) -> Recipe:
     )
 
 
-def _finetune(model: ModelConfig, task: Any, name: str, steps: int = 240) -> Recipe:
+def _finetune(model: ModelConfig, task: Any, name: str, steps: int = 120) -> Recipe:
     """Configure fine-tuning on the demo's data, with validation halfway and at the end."""
     return Recipe(
         name=name,
@@ -89,7 +89,7 @@ def _finetune(model: ModelConfig, task: Any, name: str, steps: int = 240) -> Rec
         model=model,
         data=DataConfig(datasets={"coco": None}, held_out=("coco",), batch=32, workers=0),
         optimizer=OptimizerConfig(
-            learning_rate=5e-4, region_learning_rate=1e-4, warmup_steps=20, weight_decay=1e-2, max_grad_norm=1.0
+            learning_rate=2e-3, region_learning_rate=1e-3, warmup_steps=20, weight_decay=1e-2, max_grad_norm=1.0
         ),
         steps=steps,
         precision="fp32",
@@ -134,13 +134,11 @@ def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
         task, config = replace(task, names="class"), replace(config, mentioned_regions=True)
     if model == "vilbert":
         task = replace(task, copies_segment=False)
-    return _finetune(config, task, name)
+    return _finetune(config, task, name, steps=240)  # accuracy is that of chance for the first 40 to 80
 
 
 def finetune_retrieval(model: Model, features: Features, name: str) -> Recipe:
     """Configure fine-tuning on retrieval. The demo's images have five captions each, and validation ranks 50 images."""
     # All models use cross-entropy, because nothing is learned from the hinge loss in so few steps.
     task = RetrievalSettings(file="dataset_demo.json", caption_length=100, loss="cross_entropy")
-    recipe = _finetune(demo_model(model, features), task, name)
-    optimizer = replace(recipe.optimizer, learning_rate=1e-3, region_learning_rate=5e-4)
-    return replace(recipe, optimizer=optimizer, validation_samples=50)
+    return replace(_finetune(demo_model(model, features), task, name), validation_samples=50)
