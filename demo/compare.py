@@ -17,8 +17,9 @@ from vlbert.comparison.compare import compare
 from vlbert.comparison.plans import PLANS
 
 PLAN = "family_demo"
-# Gates on the means over seeds: far below the measured results (docs/results.md), and far above chance.
-LEAST_GROUNDING, LEAST_OVER_CHANCE = 0.05, 0.03
+# Gates on the worst seed, and on the lower ends of the intervals. A blind model has no grounding. It may reach 0.2 over chance in VQA, by the
+# most frequent answers, and 0.13 in RefCOCO+, by words of size.
+LEAST_GROUNDING, LEAST_OVER_CHANCE = 0.1, {"vqa": 0.25, "refcoco": 0.18, "vcr": 0.05}
 
 
 def run_comparison(root: Path, seed: int, say: Callable[[str], None]) -> int:
@@ -55,17 +56,15 @@ def prepare(root: Path, data: DemoData, log: Callable[[str], None]) -> None:
 
 
 def check_gates(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line for each failed training run, and for each model whose mean over the seeds is too low."""
+    """Return a line for each failed training run, and for each model whose mean may be too low."""
     failed = [f"{training['run']} failed: {training['reason']}" for training in summary["failed"]]
     failed += [f"{task['title']}: {task['problem']}" for task in summary["tasks"].values() if task["problem"]]
     for name, gap in summary["pretraining"]["monitored_accuracy_grounding_gap"].items():
-        if gap["mean"] < LEAST_GROUNDING:
-            failed.append(f"{name}: the grounding gap is {gap['mean']:.3f}, under {LEAST_GROUNDING}")
-    for task in summary["tasks"].values():
-        for name, accuracy in task["means"].items():
-            if accuracy["mean"] < task["chance"] + LEAST_OVER_CHANCE:
-                failed.append(
-                    f"{name}: {task['title']} is {accuracy['mean']:.3f}, not {LEAST_OVER_CHANCE} over chance "
-                    f"({task['chance']:.3f})"
-                )
+        if (least := min(gap["seeds"].values())) < LEAST_GROUNDING:
+            failed.append(f"{name}: the grounding gap of a seed is {least:.3f}, under {LEAST_GROUNDING}")
+    for key, task in summary["tasks"].items():
+        for name, found in task["means"].items():
+            least = task["chance"] + LEAST_OVER_CHANCE[key]
+            if found["low"] is None or found["low"] < least:
+                failed.append(f"{name}: {task['title']} is {found['mean']:.3f}, but may be under {least:.3f}")
     return [f"GATE FAILED: {line}" for line in failed]

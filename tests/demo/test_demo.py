@@ -105,13 +105,13 @@ def test_labels_are_saved_where_fewer_reach_what_more_reach_without(scores: dict
 
 
 def test_the_gates_of_a_comparison_name_what_a_model_did_not_learn():
-    gaps = {"monitored_accuracy_grounding_gap": {"vilbert": {"mean": 0.049}}}
-    task = {"title": "VQA", "means": {"vilbert": {"mean": 0.16}}, "chance": 0.135, "problem": None}
+    gaps = {"monitored_accuracy_grounding_gap": {"vilbert": {"mean": 0.2, "seeds": {"0": 0.351, "1": 0.049}}}}
+    task = {"title": "VQA", "means": {"vilbert": {"mean": 0.5, "low": 0.38}}, "chance": 0.135, "problem": None}
     summary = {"pretraining": gaps, "tasks": {"vqa": task}, "failed": [{"run": "compare-x", "reason": "no disk"}]}
     failed, grounding, accuracy = demo_compare.check_gates(summary)
     assert "compare-x failed: no disk" in failed
-    assert "vilbert: the grounding gap is 0.049" in grounding
-    assert "vilbert: VQA is 0.160, not 0.03 over chance (0.135)" in accuracy
+    assert "vilbert: the grounding gap of a seed is 0.049" in grounding
+    assert "vilbert: VQA is 0.500, but may be under 0.385" in accuracy
 
 
 def test_what_stages_log_is_found_in_the_log_of_the_worker():
