@@ -30,7 +30,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.runs import json_with_digest
 from training.program import STOPPED
 from vlbert.comparison.cells import Cell, cells_of
-from vlbert.comparison.compare import Comparison, compare, device_of, main
+from vlbert.comparison.compare import compare, device_of, find_done, main
 from vlbert.comparison.intervals import correct, detectable, interval
 from vlbert.comparison.page import page
 from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Variant
@@ -169,7 +169,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
     pretraining = root / "runs/compare-tiny-words-pretraining-seed0"
     pretraining.rename(root / "away")  # without it, its fine-tuning is not complete
     cells = cells_of(compared.plan(), str(root), [])
-    done = Comparison(compared.plan(), str(root), cells, 1, quiet).done()
+    done = find_done(cells, str(root))
     assert {name for name in done if name.endswith("seed0")} == {"compare-tiny-without-refcoco-seed0"}
     (root / "away").rename(pretraining)
     compare(compared.plan(), str(root), report=quiet)
