@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[C
         if by_seed:
             scores = np.stack([each.scores for each in by_seed.values()])
             seeds = {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}
-            means[variant] = _numbers(scores) | {"seeds": seeds}
+            means[variant] = interval(scores) | {"seeds": seeds}
     return {
         "title": task.title,
         "split": task.split,
@@ -139,14 +139,7 @@ def score_of(value: Any, within: int | None) -> float:
 def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
     """Return the difference (first minus second) between two variants over their seeds."""
     scores = (np.stack([each.scores for each in by_variant[name].values()]) for name in (first, second))
-    return {"first": first, "second": second, **_numbers(*scores), "differs": None}
-
-
-def _numbers(scores: np.ndarray, minus: np.ndarray | None = None) -> dict[str, Any]:
-    """Return the fields of `interval`. With fewer than two seeds, all but the mean are None."""
-    mean = float(scores.mean() - (0 if minus is None else minus.mean()))
-    found = interval(scores, minus)
-    return {"mean": mean, "low": None, "high": None, "p": None} | (asdict(found) if found else {})
+    return {"first": first, "second": second, **interval(*scores), "differs": None}
 
 
 def _judge(pairs: Sequence[dict[str, Any]]) -> None:
