@@ -19,11 +19,11 @@ demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
-demo-full: $(VENV)/installed  ## the demo with detector training, VCR and three seeds: 30 minutes at most
+demo-full: $(VENV)/installed  ## the demo with detector training and five seeds: 30 minutes at most
 	$(BIN)/python -m demo full --root "$(ROOT)" --seed $(SEED)
 
 compare: ROOT = compare-root
-compare: $(VENV)/installed  ## compare VL-BERT, Unicoder-VL and ViLBERT with three seeds each: 40 minutes at most
+compare: $(VENV)/installed  ## compare the architectures with ten seeds each: 40 minutes at most
 	$(BIN)/python -m demo compare --root "$(ROOT)" --seed $(SEED)
 
 ui: $(VENV)/installed  ## start Prefect's UI and a worker on a finished demo, to run its deployments again

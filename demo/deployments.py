@@ -1,6 +1,7 @@
 """Write the demo's prefect.yaml: the project's deployments, with parameters for the demo data."""
 
 import copy
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,20 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from demo.data import ROWS_PER_SHARD, VISUAL_WORDS, DemoData
+from demo.data import LABELS, ROWS_PER_SHARD, VISUAL_WORDS, DemoData
+from demo.labels import (
+    COLUMNS,
+    FINETUNING,
+    PLAN,
+    PRETRAINING_RUN,
+    SIZE,
+    WITH,
+    WITHOUT,
+    finetuning_changes,
+    folder_of,
+    run_name,
+)
 from demo.task_files import ANSWERS
-from demo.tasks import DEFAULT_TASKS, DEMO_TASKS, STARTS, run_name
 from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.select import SelectionSettings
 from flows.settings import (
@@ -23,14 +35,16 @@ from flows.settings import (
 )
 from storage.collect.download import DownloadSettings
 
-PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
-PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
-COMPARE_ROOT = Path("compare-root")  # root of `make compare`, which has regions with features
+PIPELINE, TRAIN_DETECTOR, COMPARE = "pretrain-vlbert/default", "train-detector/default", "compare/default"
+DETECTOR_RUN = "detector"
 SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # docs/detector.md explains how it was made
 
 
-def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
-    """Write the project's prefect.yaml to `file`, with `parameters` for `pretrain-vlbert` and schedules paused."""
+def write_deployments(file: Path, parameters: dict, comparison: dict, data: DemoData) -> None:
+    """Write the project's prefect.yaml to `file`, with `parameters` for `pretrain-vlbert` and schedules paused.
+
+    `comparison` are the parameters of `compare`.
+    """
     project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
     root, work, pretraining = (parameters[name] for name in ("root", "work", "pretraining"))
     first, finetuning = parameters["datasets"][0], parameters["finetunings"][0]
@@ -40,7 +54,7 @@ def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
         "detect_flow": {"root": root, "detector": first["detector"], "datasets": [first["name"]]},
         "pretrain_flow": {"root": root, "work": work, "settings": pretraining},
         "finetune_flow": {"root": root, "work": work, "settings": finetuning | {"pretraining": pretraining["run"]}},
-        "compare_flow": {"root": str(COMPARE_ROOT), "settings": as_json(CompareSettings, CompareSettings())},
+        "compare_flow": comparison,
         "train_detector_flow": {"root": root, "settings": as_json(TrainDetectorSettings, make_detector_settings(data))},
     }
     for deployment in project["deployments"]:
@@ -62,43 +76,38 @@ def make_detector_settings(data: DemoData) -> TrainDetectorSettings:
 
 
 def flow_parameters(
-    root: Path,
-    data: DemoData,
-    seed: int,
-    processes: int,
-    weights: Path = SHIPPED_DETECTOR,
-    suffix: str = "",
-    tasks: Sequence[str] = DEFAULT_TASKS,
-) -> dict:
-    """Return the parameters of the flow `pretrain-vlbert` as JSON values. Run names end with `suffix`."""
-    detector = make_detection_config(weights)
+    root: Path, data: DemoData, seed: int, processes: int, weights: Path = SHIPPED_DETECTOR
+) -> dict[str, Any]:
+    """Return the parameters of the flow `pretrain-vlbert` as JSON values.
+
+    Its runs are those of the plan in demo/labels.py with pre-training and the most labels.
+    """
+    detector = make_detection_config(weights, keep_features=True)
     datasets = [Dataset(name, **source, detector=detector) for name, source in make_sources(data).items()]
-    overrides = (f"--data.seed={seed}", f"--model.regions.weights={weights}")
     pretraining = PretrainSettings(
-        recipe="pretrain_vlbert --size demo",
-        run=PRETRAIN_RUN + suffix,
+        recipe=shlex.join(["pretrain_vlbert", *SIZE]),
+        run=PRETRAINING_RUN.format(seed=seed),
         held_out=("held-out",),
         text=(str(data.text),),
         vocabulary_size=500,
         vocabulary_captions=(str(data.train_tsv),),
         monitored_words=VISUAL_WORDS,
-        overrides=overrides,
+        overrides=(f"--data.seed={seed}",),
         processes=Processes(processes),
     )
-    folders = {"refcoco": data.refcoco, "vqa": data.vqa, "vcr": data.vcr, "retrieval": data.retrieval}
+    answers = f"--task.answers={count_answers(data)}"
     finetunings = [
         FinetuneSettings(
-            task=task.task,
-            recipe=task.recipe,
-            run=run_name(name, start) + suffix,
-            folder=str(folders[task.task]),
+            task=task,
+            recipe=shlex.join([f"finetune_{task}", *SIZE]),
+            run=run_name(column, WITH).format(seed=seed),
+            folder=str(data.root / folder_of(column)),
             dataset="coco",
-            checkpoint=checkpoint,
-            overrides=(*overrides, *task.overrides, *([f"--task.answers={count_answers(data)}"] * (name == "vqa"))),
+            overrides=(f"--data.seed={seed}", *finetuning_changes(task, FINETUNING), *[answers] * (task == "vqa")),
             processes=Processes(processes),
         )
-        for name, task in ((name, DEMO_TASKS[name]) for name in tasks)
-        for start, checkpoint in STARTS.items()
+        for column, (task, labels) in COLUMNS.items()
+        if labels == max(LABELS)
     ]
     return {
         "root": str(root),
@@ -107,6 +116,19 @@ def flow_parameters(
         "pretraining": as_json(PretrainSettings, pretraining),
         "finetunings": as_json(list[FinetuneSettings], finetunings),
     }
+
+
+def comparison_parameters(root: Path, data: DemoData, seeds: Sequence[int]) -> dict[str, Any]:
+    """Return the parameters of the flow `compare` for that plan, after `pretrain-vlbert`, as JSON values.
+
+    All seeds have the text and the vocabulary of that flow, whose seed is the first one.
+    """
+    text = root / "work" / "text" / PRETRAINING_RUN.format(seed=seeds[0])
+    fields = [f"pretraining:data.text_corpus={text}"]
+    fields += [f"{scope}:vocabulary={text / 'vocab.txt'}" for scope in ("pretraining", WITHOUT)]
+    fields += [f"{column}:task.answers={count_answers(data)}" for column in COLUMNS if COLUMNS[column][0] == "vqa"]
+    settings = CompareSettings(plan=PLAN, seeds=tuple(seeds), fields=tuple(fields))
+    return {"root": str(root), "settings": as_json(CompareSettings, settings)}
 
 
 def count_answers(data: DemoData) -> int:

@@ -1,8 +1,10 @@
 """Write ROOT/report.html: the report of a demo run, as a single page without external files."""
 
+import base64
+import io
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from demo.data import DemoData
+from demo.data import LABELS, DemoData
 from demo.deployments import make_detector_settings
+from demo.labels import COLUMNS, TASKS, WITH, WITHOUT, run_name
+from demo.results import Column, Results, labels_saved
 from demo.scenes import COLOURS, SHAPES
-from demo.tasks import DEMO_TASKS, STARTS, collect_numbers, joint_folder, mean, run_name, runs_by_role
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import read_ground_truth
@@ -35,7 +38,12 @@ if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
 
 DATASETS = {"captions": "for training", "held-out": "for validation", "coco": "images of the tasks"}
-NAMES = {"with": "with pre-training", "without": "without"}  # of STARTS
+STARTS = {WITH: "with pre-training", WITHOUT: "without"}
+BASELINES = {"another image": "another image", "blind": "blind answers", "chance": "chance"}  # of results.Column
+MEASURES = {
+    "refcoco": "expressions, such as “the small red star”, for which the right box was found (IoU ≥ 0.5)",
+    "vqa": "questions, such as “What color is the star?”, answered right (official accuracy)",
+}
 
 SCENES, MAX_BOXES, MAX_NAMES = 8, 12, 6  # held-out scenes shown, and boxes and names drawn in each
 RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # maximum number of examples shown of a task
@@ -54,43 +62,36 @@ def evaluate_detector(data: DemoData, weights: Path) -> dict[str, Any]:
     return {"weights": weights.name, "scenes": len(truth.held_out), "metrics": metrics, "classes": classes}
 
 
-def write_report(root: Path, data: DemoData, detector: dict[str, Any], pipelines: "Sequence[PipelineResult]") -> Path:
-    """Write ROOT/report.html, and return its path. `detector` is the result of evaluate_detector.
-
-    `pipelines` has one result per seed. The first one is shown in full; the others add only their numbers.
-    """
-    store, pipeline, runs = open_store(str(root), write=False), pipelines[0], runs_by_role(pipelines[0])
-    seeds = [collect_numbers(each) for each in pipelines]
-    shown = {name: task for name, task in DEMO_TASKS.items() if name in seeds[0]}
-    log = {
-        role: {kind: read_metrics(store, run, kind) for kind in ("training", "validation")}
-        for role, run in runs.items()
-    }
-    predictions = {role: read_predictions(store, run) for role, run in runs.items()}
+def write_report(
+    root: Path, data: DemoData, detector: dict[str, Any], pipeline: "PipelineResult", results: Results
+) -> Path:
+    """Write ROOT/report.html, and return its path. `detector` is the result of evaluate_detector."""
+    store, pretrained = open_store(str(root), write=False), pipeline.pretrained
+    by_task = {task: [column for column in results.columns if column.task == task] for task in TASKS}
+    examples = {task: draw_examples(store, pipeline, task, results.seeds[0]) for task in TASKS}
     values = {
         "data": data.settings,
         "datasets": {name: (purpose, count_statuses(store, name)) for name, purpose in DATASETS.items()},
         "meanings": {status: status.meaning for status in Status},
         "detector": detector,
-        "grounding": make_grounding_rows(pipeline.pretrained.metrics, predictions["pretrain"]),
+        "grounding": make_grounding_rows(pretrained.metrics, read_predictions(store, pretrained.run)),
         "random_guess": RANDOM_GUESS,
-        "steps": log["pretrain"]["validation"][-1]["step"],
-        "scenes": draw_held_out_scenes(store, f"regions/{pipeline.pretrained.detector}"),
+        "steps": read_metrics(store, pretrained.run, "validation")[-1]["step"],
+        "scenes": draw_held_out_scenes(store, f"regions/{pretrained.detector}"),
         "max_boxes": MAX_BOXES,
-        "curves": {title: draw_panels({"": lines}, width=4.6) for title, lines in select_curves(shown, log).items()},
-        "tasks": [
-            {
-                "name": name,
-                "settings": task,
-                "count": len(predictions[run_name(name, "with")]),
-                "examples": draw_examples(store, pipeline, name, predictions),
-            }
-            for name, task in shown.items()
-        ],
-        "starts": NAMES,
-        "numbers": seeds[0],
-        "joint": read_joint_accuracies(root, pipelines) if "vcr-answers" in shown else [],
-        "seeds": [*seeds, mean(seeds)] if len(seeds) > 1 else [],
+        "label_curves": {task: draw_label_curve(columns) for task, columns in by_task.items()},
+        "curves": {
+            title: draw_panels({"": lines}, width=4.6)
+            for title, lines in select_curves(store, pretrained.run, results.seeds[0]).items()
+        },
+        "tasks": by_task,
+        "measures": MEASURES,
+        "splits": {task: compared.split for task, compared in TASKS.items()},
+        "saved": {task: labels_saved(columns) for task, columns in by_task.items()},
+        "examples": examples,
+        "starts": STARTS,
+        "baselines": BASELINES,
+        "seeds": results.seeds,
         "root": shlex.quote(str(root)),
     }
     page = render(Path(__file__).parent / "report.html.j2", values, percent=format_percent, whole="{:,}".format)
@@ -124,18 +125,6 @@ def make_grounding_rows(metrics: dict[str, float], predictions: Sequence[dict]) 
         }
         for name, title in (("monitored", "colour and shape words"), ("words", "all words"), ("regions", "regions"))
     ]
-
-
-def read_joint_accuracies(root: Path, pipelines: "Sequence[PipelineResult]") -> list[dict[str, float]]:
-    """Return the accuracy at VCR's Q→AR (answer and rationale both right) by start, and its chance level, per seed."""
-    rows = []
-    for runs in map(runs_by_role, pipelines):
-        rows.append({})
-        for start in STARTS:
-            file = joint_folder(root, runs[run_name("vcr-answers", start)]) / "metrics.json"
-            metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
-            rows[-1] |= {start: metrics["joint_accuracy"], "chance": metrics["joint_chance"]}
-    return rows
 
 
 # --- scenes and examples ----------------------------------------------------------------------------------------------
@@ -172,19 +161,22 @@ def detections(regions: Regions) -> Regions:
     return replace(regions, attributes=None, features=None, **chosen)
 
 
-def draw_examples(
-    store: ObjectStore, pipeline: "PipelineResult", task: str, predictions: dict[str, list[dict]]
-) -> list[dict]:
-    """Draw the first right and the first wrong answers of the task's run with pre-training."""
-    rows = predictions[run_name(task, "with")]
+def draw_examples(store: ObjectStore, pipeline: "PipelineResult", task: str, seed: int) -> list[dict]:
+    """Draw the first right and the first wrong answers of the model with pre-training and the most labels."""
+    run = run_name(most_labels(task), WITH).format(seed=seed)
+    rows = read_predictions(store, run)
     right, wrong = [row for row in rows if row["score"] >= 0.5], [row for row in rows if row["score"] < 0.5]
     chosen = right[:RIGHT_SHOWN] + wrong[:WRONG_SHOWN]
-    detectors = {trained.run: trained.detector for trained in pipeline.finetuned}
-    detector = detectors[runs_by_role(pipeline)[run_name(task, "with")]]
+    detector = {trained.run: trained.detector for trained in pipeline.finetuned}[run]
     keys = {row["key"] for row in chosen}
     stored = read_samples(Catalog(store, "coco"), f"regions/{detector}")
     samples = {sample.key: sample for sample in stored if sample.key in keys}
     return [{"row": row, "image": draw_answer(samples[row["key"]], row)} for row in chosen]
+
+
+def most_labels(task: str) -> str:
+    """Return the column of a task with the most labels."""
+    return max((column for column in COLUMNS if COLUMNS[column][0] == task), key=lambda column: COLUMNS[column][1])
 
 
 def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
@@ -195,9 +187,43 @@ def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def select_curves(tasks: Iterable[str], log: dict[str, dict[str, list[dict]]]) -> dict[str, Lines]:
-    """Return the curves of each panel over optimizer steps, by title. A task's panels show both of its runs."""
-    training, validation = (log["pretrain"][kind] for kind in ("training", "validation"))
+def draw_label_curve(columns: Sequence[Column]) -> str:
+    """Draw a task's accuracy over the number of labels, as an SVG in a data: URI. The argument are its columns.
+
+    Bars are 95 % intervals over seeds and items. With one seed there are none.
+    """
+    from matplotlib import rc_context  # here, because the import takes half a second
+    from matplotlib.figure import Figure
+
+    file, labels = io.StringIO(), [column.labels for column in columns]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "labels", "font.size": 10}):
+        figure = Figure(figsize=(4.6, 3.6), layout="constrained", facecolor="white")
+        axes = figure.subplots()
+        for start, colour, above in ((WITH, "#2a78d6", 6), (WITHOUT, "#eb6834", -14)):
+            found = [column.means[start] for column in columns]
+            means = [100 * one["mean"] for one in found]
+            bars = None
+            if found[0]["low"] is not None:
+                bars = [[abs(100 * one[end] - 100 * one["mean"]) for one in found] for end in ("low", "high")]
+            axes.errorbar(labels, means, bars, label=STARTS[start], color=colour, marker="o", capsize=4)
+            for place, mean in zip(labels, means, strict=True):
+                axes.annotate(f"{mean:.0f}", (place, mean), (4, above), textcoords="offset points", color=colour)
+        for name, style in (("another image", "-"), ("blind", "--"), ("chance", ":")):
+            if name in columns[0].baselines:
+                values = [100 * column.baselines[name] for column in columns]
+                axes.plot(labels, values, label=BASELINES[name], color="#8a8a80", linestyle=style)
+        axes.set(xlabel="labels", ylabel="accuracy, %", xscale="log", ylim=(0, None))
+        axes.set_xticks(labels, [f"{number:,}" for number in labels])
+        axes.minorticks_off()
+        axes.spines[["right", "top"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"
+
+
+def select_curves(store: ObjectStore, pretraining: str, seed: int) -> dict[str, Lines]:
+    """Return the curves of each panel over optimizer steps, by title. A task's panel shows the most labels."""
+    training, validation = (read_metrics(store, pretraining, kind) for kind in ("training", "validation"))
     accuracies = {"right image": "monitored_accuracy", "another image": "monitored_accuracy_shuffled"}
     losses = {"words": "loss_words", "regions": "loss_regions", "words of text-only examples": "loss_text_words"}
     panels = {
@@ -208,13 +234,12 @@ def select_curves(tasks: Iterable[str], log: dict[str, dict[str, list[dict]]]) -
             name: select_values(validation, metric) for name, metric in accuracies.items()
         },
     }
-    for name in tasks:
-        task, runs = DEMO_TASKS[name], {NAMES[start]: log[run_name(name, start)] for start in STARTS}
-        panels[f"{task.title}: loss, nats"] = {
-            start: select_values(run["training"], task.loss) for start, run in runs.items()
-        }
-        panels[f"{task.title}: accuracy, held out"] = {
-            start: select_values(run["validation"], task.metric) for start, run in runs.items()
+    for task, compared in TASKS.items():
+        panels[f"{compared.title}, {max(LABELS):,} labels: accuracy, split val"] = {
+            name: select_values(
+                read_metrics(store, run_name(most_labels(task), start).format(seed=seed), "validation"), compared.metric
+            )
+            for start, name in STARTS.items()
         }
     return panels
 

@@ -29,7 +29,7 @@ def compare(root: str, settings: CompareSettings, log: Log = print) -> dict[str,
     return parse_json(store.get(numbers), store.uri(numbers))
 
 
-@flow(name="compare", flow_run_name="{settings.plan}", persist_result=False)
+@flow(name="compare", flow_run_name="{settings.plan}", persist_result=True)
 def compare_flow(root: str, settings: CompareSettings) -> dict[str, Any]:
     """Train the models of a plan with several seeds, and compare their scores.
 

@@ -19,7 +19,7 @@ from s3 import SETTINGS, environment, s3_server
 from web import Web
 
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from demo.deployments import PIPELINE, write_deployments
+from demo.deployments import PIPELINE, comparison_parameters, write_deployments
 from demo.serve import DemoServer, free_port
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
@@ -141,7 +141,8 @@ def served(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """
     folder = tmp_path_factory.mktemp("served")
     file = folder / "prefect.yaml"
-    write_deployments(file, tiny_pipeline(demo_data, folder / "root"), demo_data)
+    comparison = comparison_parameters(folder / "root", demo_data, [0])
+    write_deployments(file, tiny_pipeline(demo_data, folder / "root"), comparison, demo_data)
     project = yaml.safe_load(file.read_text())
     (scheduled,) = (one for one in project["deployments"] if one["name"] == "scheduled")
     scheduled["parameters"]["root"] = str(folder / "scheduled")

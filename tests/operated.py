@@ -13,7 +13,7 @@ import httpx
 from places import PROJECT
 
 from demo.data import DemoData
-from demo.deployments import as_json, flow_parameters
+from demo.deployments import SHIPPED_DETECTOR, as_json, flow_parameters
 from demo.serve import free_port
 from detectors.config import DetectionConfig
 from flows.serve import environment, read_tail
@@ -156,8 +156,11 @@ def operated_apart(home: Path, deployments: Path, pool: str) -> Iterator[Operate
 
 
 def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:
-    """The parameters of `make demo`, made small: shards of ten, four steps a run, one fine-tuning."""
+    """The parameters of `make demo`, made small: shards of ten, four steps a run, end to end, one fine-tuning."""
     parameters = flow_parameters(root, demo_data, seed=0, processes=processes)
+    for training, name in ((parameters["pretraining"], "pretrain"), (parameters["finetunings"][0], "refcoco-with")):
+        training["run"], training["recipe"] = name, training["recipe"].replace(" --features=precomputed", "")
+        training["overrides"].append(f"--model.regions.weights={SHIPPED_DETECTOR}")
     steps = ["--steps=4", "--log_every=1", "--validate_every=4", "--validation_samples=8", "--data.batch=4"]
     for dataset in parameters["datasets"]:
         annotations = demo_data.refcoco_instances if dataset["images"] else demo_data.annotations

@@ -4,11 +4,13 @@ Subclasses of Run, in vlbert/train.py and detectors/train.py, define the forward
 """
 
 import contextlib
+import inspect
 import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +129,10 @@ def train_steps(run: Run) -> dict[str, float]:
         metadata = {"processes": world.size, **run.metadata}
         run.log = RunLog(run.writer, *progress, metadata, find_trackers(recipe.trackers), to_json(recipe))
     # Gradients are views of the communication buckets, which saves a copy. Buffers are sent only before a validation.
-    settings: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-    parallel = DistributedDataParallel(run.model, **settings) if world.size > 1 else run.model
+    known = inspect.signature(DistributedDataParallel).parameters  # of torch 2.11, or newer
+    sent = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True, **{sent: False})
+    parallel = ddp(run.model) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
     skipping, averages = Skipping(recipe.spike, resumed.get("skipping")), RunningAverages(resumed.get("since"))
     statistics = running_statistics(run.model)

@@ -1,6 +1,5 @@
 """The report of a demo run, made of real shards and hand-written runs."""
 
-import dataclasses
 import html
 import json
 import re
@@ -9,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo_results import pipeline
+from demo_results import results
 from PIL import Image
 
 from demo.data import DemoDataSettings, draw_demo_data
+from demo.labels import PRETRAINING_RUN, WITH, WITHOUT, run_name
 from demo.report import detections, write_report
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard
+from flows.pipeline import PipelineResult
+from flows.torchrun import Trained
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.manifests import OK, Row
@@ -30,7 +32,7 @@ HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>\
 CLASSES = [{"class": name, "average_precision": value} for name, value in (("red star", 0.5), ("blue ring", 0.995))]
 METRICS = {"map50": 0.8437, "map50_weighted": 0.8281, "proposal_recall": 0.9688}
 DETECTOR = {"weights": "detector.safetensors", "scenes": 10, "metrics": METRICS, "classes": CLASSES}
-NUMBERS = {"refcoco": (0.8125, 0.4219, 0.2656)}
+SCORES = {"refcoco": (0.8125, 0.4219), "vqa_60": (0.55, 0.4), "vqa_240": (0.6, 0.5), "vqa_1000": (0.7, 0.65)}
 
 
 def text_of(page: str) -> str:
@@ -62,32 +64,39 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     keys = [sample.key for sample in Catalog(open_store(str(root)), "coco").read(f"regions/{tasks.id}", "00000")]
     masked = {f"{name}_accuracy{end}": 0.5 for name in ("words", "regions") for end in ("", "_shuffled")}
     masked |= {"monitored_accuracy": 0.9375, "monitored_accuracy_shuffled": 0.1406}
-    result = pipeline(0.7969, NUMBERS, **masked)
-    finetuned = [dataclasses.replace(one, detector=tasks.id) for one in result.finetuned]
-    pretrained = dataclasses.replace(result.pretrained, detector=scenes.id)
     answer = {"answer": "it", "probability": 0.625, "ground_truth": "it", "ranking": []}
     answer |= {"boxes": [{"name": "it", "box": [1, 1, 9, 9]}]}
     scored = zip(keys, (1, 0, 0.75), strict=False)
     answers = [answer | {"key": key, "question": f"question {score}", "score": score} for key, score in scored]
-    losses = {"loss_words": 5, "loss_text_words": 6, "loss_regions": 4, "loss_answers": 3}
-    for one in (pretrained, *finetuned):
-        lines = [{"kind": "training", "step": 20} | losses, {"kind": "validation", "step": 40} | one.metrics]
-        rows = [{"key": "k", "words": 7, "monitored": 3, "regions": 1}] * 10 if one is pretrained else answers
-        (root / "runs" / one.run).mkdir(parents=True)
+    losses, runs = {"loss_words": 5, "loss_text_words": 6, "loss_regions": 4, "loss_answers": 3}, {}
+    for start, task, detector in (
+        (WITH, "pretraining", scenes.id),
+        *((start, column, tasks.id) for column in ("refcoco_1000", "vqa_1000") for start in (WITH, WITHOUT)),
+    ):
+        run = PRETRAINING_RUN if task == "pretraining" else run_name(task, start)
+        run, scores = run.format(seed=0), {"accuracy": 0.5, "accuracy_published": 0.5}
+        metrics = masked if task == "pretraining" else scores
+        runs[start, task] = Trained(run, "recipe", detector, "snapshot", "", metrics, 1.0, 1)
+        lines = [{"kind": "training", "step": 20} | losses, {"kind": "validation", "step": 40} | metrics]
+        rows = [{"key": "k", "words": 7, "monitored": 3, "regions": 1}] * 10 if task == "pretraining" else answers
+        (root / "runs" / run).mkdir(parents=True)
         for name, content in (("metrics.jsonl", lines), ("predictions.jsonl", rows)):
             text = "".join(json.dumps(row) + "\n" for row in content)
-            (root / "runs" / one.run / name).write_text(text)
-    results = [dataclasses.replace(result, pretrained=pretrained, finetuned=finetuned)]
-    return write_report(root, data, DETECTOR, results).read_text(encoding="utf-8")
+            (root / "runs" / run / name).write_text(text)
+    pretrained = runs.pop((WITH, "pretraining"))
+    pipeline = PipelineResult([], {}, pretrained, [run for (start, _), run in runs.items() if start == WITH], 1)
+    return write_report(root, data, DETECTOR, pipeline, results(SCORES)).read_text(encoding="utf-8")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_runs(page: str):
     text = text_of(page)
-    assert re.search(r"Does it use the image\?.* right image 94\b.* 30 masked words, after 40 steps", text)
-    numbers = re.findall(r"(with pre-training|without|chance) (\d+)\s%", text.partition("Does pre-training help?")[2])
-    assert numbers[:3] == [("with pre-training", "81"), ("without", "42"), ("chance", "27")]
+    assert re.search(r"Does it use the image\?.* right image 94\b.* 30 masked words of .*, after 40 steps", text)
+    assert "RefCOCO+: with pre-training, 60 labels reach what takes 1,000 without: it saved 17 times" in text
+    assert "VQA: with pre-training, 60 labels reach what takes 240 without: it saved 4 times the labels." in text
+    assert re.search(r"1,000 70\.0\s% 65\.0\s% \+5\.0 points 35\.0\s% 32\.0\s% 13\.0\s%", text)
+    assert "One seed" in text
     assert "Images downloaded 3 of 4 rows " in text
-    assert re.findall(r"question (\S+) ([✓✗])", text) == [("1", "✓"), ("0.75", "✓"), ("0", "✗")]
+    assert re.findall(r"question (\S+) ([✓✗])", text) == 2 * [("1", "✓"), ("0.75", "✓"), ("0", "✗")]
 
 
 def test_hostile_strings_are_words_and_the_page_asks_nobody_for_anything(page: str):

@@ -11,7 +11,14 @@ from prefect.exceptions import ParameterTypeError
 from prefect.flows import load_flow_from_entrypoint
 
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from demo.deployments import PIPELINE, TRAIN_DETECTOR, flow_parameters, write_deployments
+from demo.deployments import (
+    PIPELINE,
+    SHIPPED_DETECTOR,
+    TRAIN_DETECTOR,
+    comparison_parameters,
+    flow_parameters,
+    write_deployments,
+)
 from flows import finetune, pretrain
 from flows.check import check
 from flows.pipeline import pretrain_vlbert
@@ -52,7 +59,7 @@ def test_labels_of_ones_own_are_a_task_of_the_pipeline():
     assert settings.dataset_name in recipe.data.datasets
 
 
-PRECOMPUTED = {"recipe": "pretrain_vlbert --features precomputed", "overrides": ()}
+WITHOUT_FEATURES = {"preset": "demo", "weights": str(SHIPPED_DETECTOR)}
 REFUSED = [
     ("datasets", {"detector": {"misspelt": 1}}, r"datasets.0.detector.misspelt: Unexpected"),
     ("pretraining", {"processes": {"misspelt": 1}}, r"pretraining.processes.misspelt: Unexpected"),
@@ -72,8 +79,8 @@ REFUSED = [
     ("pretraining", {"vocabulary_captions": ("no.tsv",)}, r"pretraining.vocabulary_captions: .*no.tsv"),
     ("pretraining", {"vocabulary": "no.txt"}, r"pretraining.vocabulary: .*no.txt"),
     ("pretraining", {"recipe": "finetune_refcoco --size demo"}, r"pretraining.recipe finetune_refcoco"),
-    ("pretraining", {"run": "refcoco-with"}, r"runs .*refcoco-with"),
-    ("pretraining", PRECOMPUTED, r"detector of captions does not keep .*keep_features"),
+    ("pretraining", {"run": "refcoco_1000-with-seed0"}, r"runs .*refcoco_1000"),
+    ("datasets", {"detector": WITHOUT_FEATURES}, r"detector of captions does not keep .*keep_features"),
     ("pretraining", {"overrides": ("--data.root=x",)}, r"override --data.root=x.* the flow's root"),
     ("finetunings", {"dataset": "refcoco"}, r"finetunings\[0\].dataset .*'refcoco'"),
     ("finetunings", {"folder": "no"}, r"finetunings\[0\].folder: .*no/refs\(unc\).p"),
@@ -133,7 +140,7 @@ def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_
     file = PROJECT / "prefect.yaml"
     if of == "demo":
         file = tmp_path / "prefect.yaml"
-        write_deployments(file, parameters, demo_data)
+        write_deployments(file, parameters, comparison_parameters(Path("r"), demo_data, [0]), demo_data)
     read, deployments = {}, yaml.safe_load(file.read_text())["deployments"]
     active = [schedule.get("active", True) for one in deployments for schedule in one.get("schedules", ())]
     assert active == [of == "project"], "the demo starts nothing by the clock"

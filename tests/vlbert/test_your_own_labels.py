@@ -139,14 +139,14 @@ def test_the_commands_of_the_page_train_on_labels_of_image_and_text(
         rows.append((f"{number:04d}.jpg", text, label_of(colour, shape, text)))
     write_csv(tmp_path / "labels.csv", rows)
     (tmp_path / "vocab.txt").write_text(WORDS.text())
-    overrides = made_tiny(finetune_labels("demo"), 200, vocabulary="vocab.txt")
+    overrides = made_tiny(finetune_labels("demo", "precomputed"), 200, vocabulary="vocab.txt")
     replaced = {
         "pairs --weights": "pairs --selection.minimum 2 --selection.maximum 4 --weights",
-        "--init_from demo-root/runs/pretrain": f"--task.label {kind} {overrides}",
+        "--init_from demo-root/runs/pretrain-seed0": f"--task.label {kind} {overrides}",
     }
     ran = run_commands("your-own-labels.md", tmp_path, monkeypatch, replaced)
     assert ran[-2:] == ["vlbert.predict.command", "vlbert.evaluation.whence"]
-    (place,) = (tmp_path / "my-root/runs/finetune_labels_demo/evaluations").iterdir()
+    (place,) = (tmp_path / "my-root/runs/labels/evaluations").iterdir()
     summary = json.loads((place / "metrics.json").read_text())
     metrics = summary["metrics"]
     assert summary["examples"] == {"all": 20, "predicted": 20, "unreadable": 0, "skipped": 0, "invalid": 0}
@@ -154,9 +154,9 @@ def test_the_commands_of_the_page_train_on_labels_of_image_and_text(
     assert metrics[f"{metric}_grounding_gap"] >= 0.1, "only the image shows colour and shape"
     printed = capsys.readouterr().out
     assert "look what I made" in printed
-    assert "finetune_labels_demo: pairs, shard 00000, " in printed
+    assert "labels: pairs, shard 00000, " in printed
     assert list(tmp_path.glob("*-answer.png"))
-    main(["replay", "my-root/runs/finetune_labels_demo", "1", "--out", "step.html"])
+    main(["replay", "my-root/runs/labels", "1", "--out", "step.html"])
     assert Path("step.html").is_file()
     main(["withdraw", "my-root", "0002.jpg"])
-    assert "finetune_labels_demo" in capsys.readouterr().out
+    assert "labels" in capsys.readouterr().out

@@ -17,7 +17,7 @@ def test_the_commands_of_the_page_train_a_task_that_learns_from_the_image(own_mo
     commit_samples(tmp_path / "demo-root", "held-out", held_out)
     overrides = made_tiny(own_module(PAGE, "colours").finetune_colours(), 60)
     replaced = {
-        "--init_from demo-root/runs/pretrain": overrides,
+        "--init_from demo-root/runs/pretrain-seed0": overrides,
         "finetune_colours held-out": f"finetune_colours held-out {overrides}",
     }
     run_commands(PAGE, tmp_path, monkeypatch, replaced)

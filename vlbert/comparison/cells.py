@@ -131,7 +131,8 @@ def _make_cell(
     seed: int,
     needs: Cell | None,
 ) -> Cell:
-    run = f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{seed}"
+    name = training.run or f"compare-{plan.name}-{variant}-{task or PRETRAINING}-seed{{seed}}"
+    run = name.replace("{seed}", str(seed))
     changes = [argument.replace("{root}", root) for argument in training.changes]
     for wanted in (None, task or PRETRAINING, variant):
         changes += [argument for scope, arguments in scoped if scope == wanted for argument in arguments]

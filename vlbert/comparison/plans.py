@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from training.program import find_recipe
-
 PRETRAINING = "pretraining"  # scope of fields for pre-training, and its task in run names
 _NAME = re.compile(r"[a-z0-9_]+")
 
@@ -16,6 +14,7 @@ class Training:
 
     recipe: str
     changes: tuple[str, ...] = ()  # arguments as for `vlbert train`; {root} in them stands for data.root
+    run: str = ""  # its name, with {seed} in it; empty: compare-PLAN-VARIANT-TASK-seed{seed}
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,8 @@ PLANS = {plan.__name__: plan for plan in (family_demo, objectives_demo, table4)}
 
 def find_plan(name: str) -> Plan:
     """Return the plan with this name, or the plan that MODULE:FUNCTION returns. Raises ValueError if there is none."""
+    from training.program import find_recipe  # here, because it imports torch, which deployments do not need
+
     plan = find_recipe(name, PLANS, "plan")()
     if not isinstance(plan, Plan):
         raise ValueError(f"{name} returns {type(plan).__name__}, not a Plan; docs/results.md has an example")

@@ -30,7 +30,7 @@ _DRAWN = {"circle", "cross", "ring", "square", "star", "triangle"}  # shapes of 
 class Predictor:
     """A predictor for images of your own. It loads a checkpoint's model and its detector only once.
 
-        predictor = Predictor("demo-root/runs/pretrain")
+        predictor = Predictor("demo-root/runs/pretrain-seed0")
         print(predictor("photo.jpg", "a red [MASK]").answer)
         answers = [found.answer for found in predictor(["a.jpg", "b.jpg"], "a red [MASK]")]
 

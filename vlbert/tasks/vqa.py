@@ -23,6 +23,7 @@ from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, select
 from vlbert.data.images import PreparedImage, swap_sides
+from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
 from vlbert.model.heads import Classifier, ClassifierKind, PairClassifier
@@ -48,6 +49,7 @@ class VQASettings(TaskSettings):
     classifier: ClassifierKind = "words"  # classifier of answers; words: with pre-training's word transform
     classifier_dropout: float | None = None  # dropout probability in the classifier; None: the model's
     answers_from_words: bool = True  # initialise each answer's weights with the mean embedding of its tokens
+    validate_shuffled: bool = False  # validate a second time, with each question next to another one's image
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -71,6 +73,10 @@ class VQA(Task):
     @staticmethod
     def best_metric(settings: VQASettings) -> str:
         return "accuracy"
+
+    def __init__(self, settings: VQASettings, vocabulary: Vocabulary, num_classes: int):
+        super().__init__(settings, vocabulary, num_classes)
+        self.validate_shuffled = settings.validate_shuffled
 
     @functools.cached_property
     def answers(self) -> list[str]:
