@@ -123,6 +123,7 @@ def test_every_variant_task_and_seed_is_a_run_and_its_metric_stands_in_the_numbe
     (pair,) = task["pairs"]
     means = task["means"]
     assert pair["mean"] == pytest.approx(means["without"]["mean"] - means["words"]["mean"])
+    assert pair["differs"] == (pair["p"] < 0.05)
     assert summary["pretraining"]["words_accuracy"]["words"]["seeds"].keys() == {"0", "1"}
     assert summary["failed"] == []
 
