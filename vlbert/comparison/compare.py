@@ -37,8 +37,6 @@ from vlbert.comparison.page import page
 from vlbert.comparison.plans import Plan, find_plan
 from vlbert.comparison.summary import summarise
 
-_POLL = 0.5  # seconds between two checks whether a signal has come
-
 
 def find_done(cells: Sequence[Cell], root: str) -> set[str]:
     """Return the names of the runs that are trained and evaluated."""
@@ -84,7 +82,7 @@ def run_cells(cells: Sequence[Cell], root: str, jobs: int, report: Callable[[str
                     process.start()
                     running[slot] = process, cell, output, time.monotonic()
                     continue
-                connection.wait([process.sentinel for process, *_ in running.values()], _POLL)
+                connection.wait([process.sentinel for process, *_ in running.values()], 0.5)  # or a signal comes
                 if stop.requested and not stopping:
                     stopping = True
                     for process, *_ in running.values():
