@@ -104,8 +104,11 @@ def warm_up(contender: Fast | Plain, steps: int) -> None:
     print(f"{contender.name}: warm", file=sys.stderr, flush=True)
 
 
-def measure_memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | None]:
-    """Return the GB that a step keeps for its backward pass and, on a GPU, its peak above the memory between steps."""
+def measure_memory(contender: Fast | Plain, device: torch.device, steps: int) -> dict[str, float | None]:
+    """Return the GB that a step keeps for its backward pass and, on a GPU, its peak above the memory between steps.
+
+    Both are the largest of `steps` steps, whose batches differ in size.
+    """
     kept: dict[int, int] = {}
     model = contender.model if isinstance(contender, Fast) else contender.plain
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
@@ -116,13 +119,16 @@ def measure_memory(contender: Fast | Plain, device: torch.device) -> dict[str, f
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        contender.run(1)
-    memory: dict[str, float | None] = {"kept for backward": sum(kept.values()) / 1e9, "peak": None}
+    most, peak, before = 0, None, 0
     if device.type == "cuda":
         synchronise(device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        contender.run(1)
-        memory["peak"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    return memory
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        for _ in range(steps):
+            kept.clear()
+            contender.run(1)
+            most = max(most, sum(kept.values()))
+    if device.type == "cuda":
+        peak = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return {"kept for backward": most / 1e9, "peak": peak}

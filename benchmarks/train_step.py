@@ -142,7 +142,7 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
             for name, steps in marks.items()
         },
         "matrix product": {name: statistics.median(rates) for name, rates in product_rates.items()},
-        "memory": {contender.name: measure_memory(contender, device) for contender in contenders},
+        "memory": {each.name: measure_memory(each, device, options.batches) for each in contenders},
         "compiled graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if recipe.compile else None,
         "notes": notes,
     }

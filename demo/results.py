@@ -105,8 +105,8 @@ def blind_scores(folder: Path, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 def lower_end(scores: np.ndarray) -> float:
     """Return the lower end of the 95 % interval of the mean of scores [seeds, items]: with one seed, over items."""
-    if found := interval(scores):
-        return found.low
+    if (low := interval(scores)["low"]) is not None:
+        return low
     return float(scores.mean() - 1.96 * scores.std() / math.sqrt(scores.size))
 
 

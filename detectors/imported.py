@@ -180,9 +180,7 @@ def _scale_to_sample(regions: Regions, size: tuple[int, int] | None, sample: Sam
     kept = kept[(boxes[kept, 2:] > boxes[kept, :2]).all(axis=1)]
     if not len(kept):
         return f"no_regions: {location} has no box with an area"
-    arrays = {name: getattr(regions, name) for name in ("scores", "labels", "class_probs", "features")}
-    arrays = {name: array if array is None else array[kept] for name, array in arrays.items()}
-    return dataclasses.replace(regions, boxes=boxes[kept], **arrays)
+    return dataclasses.replace(regions, boxes=boxes).take(kept)
 
 
 # --- the fields of a row ----------------------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ class DetectorRun(Run):
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
     """Train from the start or the last checkpoint to the end, and return the metrics of the last validation."""
-    check_shares(recipe, world.size)
+    if (batch := recipe.data.batch) % world.size:
+        raise ValueError(f"data.batch is {batch}, which cannot be split over {world.size} processes; set a multiple")
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     with claim_run(open_store(recipe.root), recipe.run, world) as check:
@@ -252,14 +253,6 @@ def check_complete(recipe: DetectorRecipe) -> None:
     ):
         if not holds:
             raise ValueError(message)
-
-
-def check_shares(recipe: DetectorRecipe, world_size: int) -> None:
-    """Raise ValueError if the batch cannot be split evenly over the ranks."""
-    if recipe.data.batch % world_size:
-        raise ValueError(
-            f"data.batch is {recipe.data.batch}, which cannot be split over {world_size} processes; set a multiple"
-        )
 
 
 def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:

@@ -7,23 +7,14 @@ import tyro
 
 from detectors.detect import FasterRCNNDetector
 from detectors.drawing import colour_of, draw_boxes
+from detectors.image_file import detect_regions, read_image
 from detectors.rebuild import detector_of_file
 from detectors.select import SelectionSettings
-from storage.collect.normalise import ImageSettings, Refused, normalise
 from storage.programs import Command, Positional
-from storage.sample import Regions, Sample
+from storage.sample import Regions
 
 _LONGER_SIDE = 900  # of a drawing, in pixels
 _REGIONS = 15  # drawn regions per image: the most probable ones
-
-
-def read_sample(file: Path) -> Sample:
-    """Read an image file as the Sample that `vlbert collect` would store. Raises ValueError if the image is invalid."""
-    try:
-        image = normalise(file.read_bytes(), ImageSettings())
-    except Refused as error:
-        raise ValueError(f"{file} is not a valid image for the detector: {error.status}: {error.detail}") from error
-    return Sample(file.stem, image.jpeg, "", "", image.width, image.height, image.sha256, image.flags)
 
 
 def name_regions(regions: Regions, metadata: dict) -> list[str]:
@@ -38,10 +29,8 @@ def name_regions(regions: Regions, metadata: dict) -> list[str]:
 
 def verify(file: Path, detector: FasterRCNNDetector, folder: Path) -> None:
     """Print the most probable regions of an image, and draw them in `folder`. Raises ValueError if none are found."""
-    sample = read_sample(file)
-    (regions,) = detector.detect([sample])
-    if isinstance(regions, str):
-        raise ValueError(f"{file}: {regions}")
+    sample = detect_regions(read_image(file), detector)
+    regions = sample.require_regions()
     names = name_regions(regions, detector.metadata)[:_REGIONS]
     target = folder / f"{file.name}.png"
     print(f"{file.name}: {len(regions)} regions, the first {len(names)} drawn in {target}:")

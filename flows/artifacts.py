@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import pyarrow.compute as pc
 from prefect import get_run_logger
 from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
@@ -26,7 +25,7 @@ from prefect.runtime import flow_run
 
 from flows.prefect_patches import fail_fast
 from storage.catalog import Catalog
-from storage.manifests import OK
+from storage.collect.failures import first_failures
 from storage.safe_json import printable
 from storage.tables import markdown
 
@@ -112,27 +111,14 @@ def log_errors() -> Iterator[None]:
 
 def make_counts_table(catalog: Catalog, stage: str) -> str:
     """Return a Markdown table of a stage's row counts by status, followed by an example of each error."""
-    counts, headers = Counter(), catalog.headers(stage)
-    for header in headers.values():
-        counts.update(header.statuses)
-    rows = [(escape(status), f"{count:,}") for status, count in counts.most_common()]
-    folder = escape(catalog.store.uri(f"{catalog.dataset}/{stage}"))
-    table = markdown(("status", "rows"), rows)
-    examples = find_examples(catalog, stage, {status for status in counts if status != OK})
+    counts, folder = Counter(catalog.counts(stage)), escape(catalog.store.uri(f"{catalog.dataset}/{stage}"))
+    table = markdown(("status", "rows"), [(escape(status), f"{count:,}") for status, count in counts.most_common()])
     # A list, because table cells do not wrap: long text would be cut off.
-    lines = [f"- **{escape(status)}**: {escape(detail[:_MAX_DETAIL])}" for status, detail in examples.items() if detail]
-    return f"{counts.total():,} rows in {len(headers):,} shards of {folder}\n\n{table}\n\n" + "\n".join(lines)
-
-
-def find_examples(catalog: Catalog, stage: str, statuses: set[str]) -> dict[str, str]:
-    """Return a dict from each of these error statuses to the `detail` text of the first row with that status."""
-    details: dict[str, str] = {}
-    for table in catalog.columns(stage, ["status", "detail"]) if statuses else ():
-        for row in table.filter(pc.not_equal(table["status"], OK)).to_pylist():
-            details.setdefault(row["status"], row["detail"])
-        if details.keys() >= statuses:
-            break
-    return details
+    examples = [(failure.status, failure.reason[:_MAX_DETAIL]) for failure in first_failures(catalog, stage)]
+    lines = [f"- **{escape(status)}**: {escape(reason)}" for status, reason in examples]
+    return f"{counts.total():,} rows in {len(catalog.shards(stage)):,} shards of {folder}\n\n{table}\n\n" + "\n".join(
+        lines
+    )
 
 
 def make_metrics_table(metrics: Mapping[str, float | None]) -> str:

@@ -16,6 +16,7 @@ ONLY_IN = {"prefect": "flows/", "boto3": "storage/object_store.py", "detectron2"
 KNOW_DETECTORS = {
     "vlbert/model/fast_rcnn.py",
     "vlbert/predict/predictor.py",
+    "vlbert/predict/page.py",  # takes images as large as the predictor does
     "vlbert/hf/processor.py",  # has a detector inside
     "vlbert/config.py",
     "vlbert/recipes/demo.py",

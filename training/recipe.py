@@ -22,9 +22,7 @@ class RunSettings:
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
     keep_checkpoints: int = 2  # number of newest checkpoints to keep, in addition to the best one by validation
     keep_every: int | None = None  # also keep the checkpoint of every step that is a multiple of this; None: none
-    profile: int | None = (
-        None  # write torch's trace and memory snapshot of this step (docs/performance.md); None: never
-    )
+    profile: int | None = None  # step whose trace and memory torch writes down (docs/performance.md); None: none
 
     def __post_init__(self):
         check_choices(self)

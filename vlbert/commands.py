@@ -1,17 +1,15 @@
 """Run the programs of this project as `vlbert COMMAND`."""
 
 import argparse
-import dataclasses
 import difflib
 import importlib
-import inspect
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union, get_type_hints
+from typing import Any
 
 from storage.programs import PackageMissing
 
@@ -40,12 +38,10 @@ COMMANDS = {
     "serve": ("flows.serve", "serve the deployments of prefect.yaml on this machine, with Prefect's UI"),
     "deploy": ("flows.deploy", "create work pools, alarms and deployments on a Prefect server"),
 }
-_COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 _USAGE = """usage: vlbert COMMAND ...
-       vlbert COMMAND ... --task_file FILE           for a task of your own, which this Python file defines
-       vlbert COMMAND --help                         its arguments
+       vlbert COMMAND ... --task_file FILE  for a task of your own, which this Python file defines
+       vlbert COMMAND --help                its arguments
        vlbert --version
-       vlbert --tyro-print-completion bash|zsh|fish  a script that completes commands, recipes and fields
 """
 
 
@@ -75,8 +71,6 @@ def _run_command(arguments: Sequence[str] | None) -> None:
         import vlbert
 
         print(f"vlbert {vlbert.__version__}")
-    elif command in _COMPLETION:
-        _print_completion([command, *others])
     elif command in COMMANDS:
         others = _import_task_files(command, others)
         _import_module(command).main(others)
@@ -105,36 +99,3 @@ def _import_module(command: str) -> Any:
         return importlib.import_module(COMMANDS[command][0])
     except PackageMissing as missing:
         sys.exit(f"vlbert {command}: {missing}")
-
-
-def _print_completion(arguments: list[str]) -> None:
-    """Print a shell script that completes the commands, their arguments, and the recipes with their fields."""
-    import tyro
-
-    def add_subcommands(functions: Mapping[str, Callable[..., Any]]) -> Callable[[Any], None]:
-        """Return a function from which tyro makes a command with one subcommand for each of `functions`."""
-        kinds = [Annotated[Any, tyro.conf.subcommand(name, constructor=make)] for name, make in functions.items()]
-
-        def choose(chosen: Any) -> None:
-            pass
-
-        choose.__annotations__["chosen"] = Annotated[Union[tuple(kinds)], tyro.conf.arg(name="")]  # noqa: UP007  # ty: ignore[invalid-type-form]
-        return choose
-
-    def add_fields(name: str, make: Callable[..., Any]) -> type:
-        """Return a dataclass with the parameters of `make`, and the fields of the recipe that `make` returns."""
-        recipe, hints, parameters = make(), get_type_hints(make), inspect.signature(make).parameters
-        own = [(argument, hints[argument], parameter.default) for argument, parameter in parameters.items()]
-        fields = ("fields", Annotated[type(recipe), tyro.conf.arg(name="")], recipe)  # ty: ignore[invalid-type-form]
-        return dataclasses.make_dataclass(name, [*own, fields])
-
-    programs = {}
-    for name in COMMANDS:
-        module = _import_module(name)
-        function = getattr(module, "Options", None) or getattr(module.main, "function", None)
-        if function is None:  # its first argument is a recipe
-            function = {recipe: add_fields(recipe, make) for recipe, make in module.RECIPES.items()}
-        programs[name] = add_subcommands(function) if isinstance(function, dict) else function
-    tyro.extras.subcommand_cli_from_dict(
-        programs, prog="vlbert", args=arguments, use_underscores=True, config=(tyro.conf.OmitSubcommandPrefixes,)
-    )

@@ -16,6 +16,7 @@ from tiny_detector import rectangles
 
 from detectors import verify
 from detectors.faster_rcnn import FasterRCNN
+from detectors.image_file import read_image
 from detectors.rebuild import detector_of_file
 from detectors.resnet import RESNET101, Res5, ResNetC4
 from detectors.select import SelectionSettings
@@ -225,11 +226,11 @@ def test_verify_draws_each_image_and_prints_its_top_regions(
     image, broken = tmp_path / "a.jpg", tmp_path / "broken.jpg"
     Image.fromarray(rectangles(120, 160, seed=0)).save(image)
     broken.write_bytes(b"<html>")
-    with pytest.raises(SystemExit, match=r"broken\.jpg is not a valid image for the detector: not_image"):
+    with pytest.raises(SystemExit, match=r"broken\.jpg is refused: it is a web page.* \(not_image\)"):
         verify.main([*map(str, (weights, image, broken)), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     detector = detector_of_file(weights, selection=SelectionSettings(threshold=0.2))
-    (regions,) = detector.detect([verify.read_sample(image)])
+    (regions,) = detector.detect([read_image(image)])
     assert f"a.jpg: {len(regions)} regions, " in printed
     named = [f"like {a} class of {n}" for a, n in zip(regions.attributes, regions.labels, strict=True)]
     assert re.findall(r"like \d+ class of \d+", printed) == named

@@ -33,14 +33,16 @@ def test_a_table_counts_every_status_and_shows_text_of_the_web_as_plain_words(tm
     failed = [("http_404", hostile), ("http_404", hostile), ("timeout", ""), ("http_404", hostile)]
     rows = [Row(number, f"{number:020d}", *one) for number, one in enumerate(failed)]
     for shard, table in (("00000", rows[:3]), ("00001", rows[3:])):
-        commit_shard(catalog, "images", shard, [], table, {"source": {}})
+        source = {"list": "captions.tsv sha256:ab", "reading": {"form": "tsv"}}
+        commit_shard(catalog, "images", shard, [], table, {"source": source})
     table = make_counts_table(catalog, "images")
     assert table.startswith("4 rows in 2 shards of ")
     assert re.search(r"-\W*\n\| http\\_404 +\| +3 +\|\n\| timeout +\| +1 +\|\n\n", table)
-    (first,) = (line for line in table.splitlines() if line.startswith("- "))
+    first, second = (line for line in table.splitlines() if line.startswith("- "))
     escaped = r"\[x\]\(javascript\:alert\(1\)\) \| \<b\>\`\\\` http\:\/\/a\.example\/\_x\_ \\u202eyyy"
     assert first.startswith(rf"- **http\_404**: {escaped}")
     assert first.count("y") == 200 - hostile.index("y")
+    assert second.startswith("- **timeout**: the deadline passed")
 
 
 def test_curves_show_what_was_measured_and_a_long_line_is_thinned(tmp_path: Path):

@@ -30,7 +30,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.runs import json_with_digest
 from training.program import STOPPED
 from vlbert.comparison.cells import Cell, cells_of
-from vlbert.comparison.compare import Comparison, compare, device_of, main
+from vlbert.comparison.compare import compare, device_of, find_done, main
 from vlbert.comparison.intervals import correct, detectable, interval
 from vlbert.comparison.page import page
 from vlbert.comparison.plans import DEMO_WORDS, PLANS, ComparedTask, Variant
@@ -47,20 +47,22 @@ def test_an_interval_is_welchs_over_the_seeds_with_the_variance_over_the_example
     first, second = np.array([[0.7], [0.6], [0.8]]), np.array([[0.5], [0.55]])
     found, welch = interval(first, second), ttest_ind(first[:, 0], second[:, 0], equal_var=False)
     low, high = welch.confidence_interval(0.95)
-    assert (found.mean, found.low, found.high) == pytest.approx((0.7 - 0.525, low, high))
-    assert (found.p, found.freedom) == pytest.approx((welch.pvalue, welch.df))
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0.7 - 0.525, low, high))
+    assert (found["p"], found["freedom"]) == pytest.approx((welch.pvalue, welch.df))
     student = ttest_1samp(first[:, 0], 0)
-    assert interval(first).p == pytest.approx(student.pvalue)
+    assert interval(first)["p"] == pytest.approx(student.pvalue)
     scores = np.array([[0.0, 0.0, 0.0, 1.0]] * 2) + [
         [0.1],
         [-0.1],
     ]  # variances: 0.02 / 2 over seeds, 0.25 / 4 of examples
     found = interval(scores)
-    assert (found.mean, found.error) == pytest.approx((0.25, np.sqrt(0.01 + 0.0625)))
-    assert found.freedom == pytest.approx(0.0725**2 / (0.01**2 / 1 + 0.0625**2 / 3))
+    assert (found["mean"], found["error"]) == pytest.approx((0.25, np.sqrt(0.01 + 0.0625)))
+    assert found["freedom"] == pytest.approx(0.0725**2 / (0.01**2 / 1 + 0.0625**2 / 3))
     same = interval(scores, scores[::-1])
-    assert (same.mean, same.p) == (0, 1), "what is as hard for both models is no difference"
-    assert interval(scores[:1]) is interval(scores, scores[:1]) is None, "one seed tells nothing"
+    assert (same["mean"], same["p"]) == (0, 1), "what is as hard for both models is no difference"
+    alone, unknown = interval(scores, scores[:1] + 1), dict.fromkeys(("low", "high", "p", "error", "freedom"))
+    assert alone == {"mean": pytest.approx(-1.1), **unknown}, "one seed tells nothing but the mean"
+    assert interval(scores[:1]) == {"mean": pytest.approx(0.35), **unknown}
 
 
 def test_p_values_are_corrected_in_turn_and_never_cross():
@@ -78,11 +80,11 @@ def test_of_equal_models_one_plan_in_twenty_has_a_pair_that_differs_and_what_is_
 
     for _ in range(200):
         pairs = [interval(scores(0.6), scores(0.6)) for _ in range(10)]
-        wrong += min(correct([pair.p for pair in pairs])) < 0.05
-        least.append(detectable(pairs[0].error, pairs[0].freedom, 1))
+        wrong += min(correct([pair["p"] for pair in pairs])) < 0.05
+        least.append(detectable(pairs[0]["error"], pairs[0]["freedom"], 1))
     assert wrong <= 18  # of 200 such plans, 10 are expected; one test in a hundred has more than 18
     for _ in range(200):
-        found.append(interval(scores(0.6 + np.mean(least)), scores(0.6)).p < 0.05)
+        found.append(interval(scores(0.6 + np.mean(least)), scores(0.6))["p"] < 0.05)
     assert 0.7 < np.mean(found) < 0.95
 
 
@@ -121,6 +123,7 @@ def test_every_variant_task_and_seed_is_a_run_and_its_metric_stands_in_the_numbe
     (pair,) = task["pairs"]
     means = task["means"]
     assert pair["mean"] == pytest.approx(means["without"]["mean"] - means["words"]["mean"])
+    assert pair["differs"] == (pair["p"] < 0.05)
     assert summary["pretraining"]["words_accuracy"]["words"]["seeds"].keys() == {"0", "1"}
     assert summary["failed"] == []
 
@@ -169,7 +172,7 @@ def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_onc
     pretraining = root / "runs/compare-tiny-words-pretraining-seed0"
     pretraining.rename(root / "away")  # without it, its fine-tuning is not complete
     cells = cells_of(compared.plan(), str(root), [])
-    done = Comparison(compared.plan(), str(root), cells, 1, quiet).done()
+    done = find_done(cells, str(root))
     assert {name for name in done if name.endswith("seed0")} == {"compare-tiny-without-refcoco-seed0"}
     (root / "away").rename(pretraining)
     compare(compared.plan(), str(root), report=quiet)

@@ -56,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [Row(20 + i, f"{i:020x}", status) for i, status in enumerate(["http_404", "http_404", HOSTILE])]
     meta = {"source": {"list": "/home/someone/captions.tsv sha256:ab", "rows": [0, 23]}}
     assert commit_shard(Catalog(open_store(str(root)), "captions"), "images", "00000", samples, rows, meta)
-    train(apply(tiny_recipe(root, run_name="pretrain"), "published"), ALONE)
+    train(apply(tiny_recipe(root, {"held_out": None, "held_out_share": 0.25}, run_name="pretrain"), "published"), ALONE)
     other = EVALUATED | {"inputs": EVALUATED["inputs"] | {"checkpoints": ["pretrain/step-0000003"]}}
     for name, summary in (("testA-step-0000006", EVALUATED), ("testA-step-0000003", other)):
         open_store(str(root)).put(f"runs/pretrain/evaluations/{name}/metrics.json", as_json(summary))
@@ -84,6 +84,7 @@ def test_a_model_card_has_the_numbers_of_its_run(root):
     assert settings["examples seen"] == "48 and 24"
     assert settings["id"] == DETECTOR
     assert table(card, "dataset", "regions")[0][:3] == ["captions", STAGE, "100.0%"]
+    assert "\n\nHeld out for validation: 25.00% of the samples, by their keys.\n\nRows of all" in card
     assert table(card, "dataset", "stage") == [
         ["captions", "images", f"ok 20, http_404 2, {ESCAPED} 1", SHOWN],
         ["captions", STAGE, "ok 20", "not recorded 13, CC BY 4.0 7"],

@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 from tiny import tiny_sample
 
 from demo.serve import png_bomb
-from vlbert.data.image_file import IMAGES
+from detectors.image_file import IMAGES
 from vlbert.predict import Predictor, Ranker
 from vlbert.predict import page as prediction_page
 from vlbert.predict.page import make_server, page_app

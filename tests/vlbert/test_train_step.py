@@ -10,7 +10,10 @@ from tiny import CLASSES, LETTERS, SMALL_MODEL, TINY_MODEL, tiny_sample
 
 from benchmarks import train_step
 from benchmarks.plain import PlainPretraining, gradient_errors, pad_examples
-from benchmarks.step_parts import total_loss
+from benchmarks.step_contenders import Fast, measure_memory
+from benchmarks.step_parts import count_flops, total_loss
+from benchmarks.synthetic import make_batch, make_benchmark_task, make_samples, mask_pairs, new_model, without_files
+from storage.settings import override
 from training.distributed import ALONE
 from training.precision import autocast
 from vlbert.config import ModelConfig, Recipe
@@ -20,6 +23,7 @@ from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.initial_weights import make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
+from vlbert.recipes import RECIPES
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -109,6 +113,19 @@ def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
         train_step.main(["--check", "--pairs", "2", *SMALL_MODEL])
     assert ended.value.code == 0
     assert capsys.readouterr().out.count("within") == 2
+
+
+def test_parts_and_memory_are_those_of_all_batches_and_of_all_groups_of_images():
+    recipe = without_files(override(RECIPES["pretrain_vlbert"](), [*SMALL_MODEL, "--data.text_batch=0"]))
+    task, regions, model = make_benchmark_task(recipe), recipe.model.regions, new_model(recipe, ALONE.device)
+    samples = make_samples(regions, range(2), (160, 120)) + make_samples(regions, range(2), (120, 160))
+    small, large = make_batch(recipe, 1, 0), collate(mask_pairs(task, regions, samples))
+    assert [len(group) for group in large.pixels] == [2, 2]
+    flops = count_flops(Fast(recipe, model, ALONE, []), large)
+    assert flops["RoIAlign, backward"] == 0 < flops["backbone, backward"]
+    fasts = (Fast(recipe, model, ALONE, batches) for batches in ([large], [small, large]))
+    alone, both = (measure_memory(fast, ALONE.device, 2) for fast in fasts)
+    assert both == alone
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU with CUDA")

@@ -24,7 +24,7 @@ from training.loading import EXPECTED
 from training.program import STOPPED, make_recipe
 from training.stopping import Stopped
 from vlbert.checkpoint import read_checkpoint
-from vlbert.comparison.plans import PRETRAINING, Plan, Training
+from vlbert.comparison.plans import PRETRAINING, ComparedTask, Plan, Training
 from vlbert.config import Recipe
 from vlbert.evaluation.evaluate import evaluate, find_evaluation
 from vlbert.initial_weights import check_complete
@@ -44,8 +44,7 @@ class Cell:
         task: Name of the task to fine-tune on, or None for a pre-training run.
         fields: Command-line arguments with which the recipe was made.
         needs: Pre-training cell whose checkpoint this cell starts from, or None if there is none.
-        split: Split to evaluate on, or None for a pre-training run, which is not evaluated.
-        best: Whether to evaluate the checkpoint with the best validation instead of the last one.
+        compared: How the run is evaluated, or None for a pre-training run, which is not evaluated.
     """
 
     variant: str
@@ -54,8 +53,7 @@ class Cell:
     recipe: Recipe
     fields: tuple[str, ...]
     needs: "Cell | None"
-    split: str | None
-    best: bool = False
+    compared: ComparedTask | None
 
     @property
     def run(self) -> str:
@@ -68,13 +66,13 @@ class Cell:
 
     def evaluated(self, store: ObjectStore) -> str:
         """Return the folder of the checkpoint to evaluate, relative to the root."""
-        best = best_checkpoint(store, self.run) if self.best else None
+        best = best_checkpoint(store, self.run) if self.compared and self.compared.best else None
         return best.checkpoint if best else self.checkpoint
 
     def evaluation(self, store: ObjectStore) -> str:
         """Return the folder of the run's evaluation, relative to the root."""
         run, step = self.evaluated(store).rsplit("/", 1)
-        return f"{run}/evaluations/{self.split}-{step}"
+        return f"{run}/evaluations/{self.compared and self.compared.split}-{step}"
 
     @property
     def evaluation_changes(self) -> dict[str, Any]:
@@ -149,10 +147,7 @@ def _make_cell(
         check_complete(recipe)
     except ValueError as error:
         raise ValueError(f"{run}: {error}") from error
-    asked = plan.tasks[task] if task else None
-    return Cell(
-        variant, task, seed, recipe, tuple(changes), needs, asked.split if asked else None, bool(asked and asked.best)
-    )
+    return Cell(variant, task, seed, recipe, tuple(changes), needs, plan.tasks[task] if task else None)
 
 
 def is_done(cell: Cell, root: str) -> bool:
@@ -162,10 +157,10 @@ def is_done(cell: Cell, root: str) -> bool:
     store = open_store(root, write=False)
     if cell.needs and not _started_from(store, cell.checkpoint, cell.needs):
         return False
-    if cell.split is None:
+    if cell.compared is None:
         return True
-    found = find_evaluation(cell.recipe, store.uri(cell.evaluated(store)), cell.split, cell.evaluation_changes)
-    return found is not None
+    checkpoint = store.uri(cell.evaluated(store))
+    return find_evaluation(cell.recipe, checkpoint, cell.compared.split, cell.evaluation_changes) is not None
 
 
 def _started_from(store: ObjectStore, checkpoint: str, pretraining: Cell) -> bool:
@@ -219,8 +214,9 @@ def _train_and_evaluate(cell: Cell, root: str) -> None:
             f"delete {uri} to train it again"
         )
     train(cell.recipe, world)
-    if cell.split:
-        evaluate(cell.recipe, [store.uri(cell.evaluated(store))], cell.split, cell.evaluation_changes, None, world)
+    if cell.compared:
+        checkpoint = store.uri(cell.evaluated(store))
+        evaluate(cell.recipe, [checkpoint], cell.compared.split, cell.evaluation_changes, None, world)
 
 
 def _stop_with_parent() -> None:

@@ -9,23 +9,18 @@ continue, and the exit status is 1. The results are written to ROOT/comparisons/
 numbers.json. docs/results.md explains them.
 """
 
-import itertools
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import torch
@@ -36,107 +31,77 @@ from storage.programs import Command, Positional
 from storage.progress import clock
 from training.loading import EXPECTED
 from training.program import STOPPED
+from training.stopping import Stop
 from vlbert.comparison.cells import Cell, cells_of, is_done, run_cell
 from vlbert.comparison.page import page
 from vlbert.comparison.plans import Plan, find_plan
 from vlbert.comparison.summary import summarise
 
 
-@dataclass(eq=False)
-class Comparison:
-    """Runs the incomplete training runs (cells) of a plan, several at a time, each in its own process."""
+def find_done(cells: Sequence[Cell], root: str) -> set[str]:
+    """Return the names of the runs that are trained and evaluated."""
+    done = set()
+    for cell in cells:  # each after the cell that it needs
+        if (cell.needs is None or cell.needs.run in done) and is_done(cell, root):
+            done.add(cell.run)
+    return done
 
-    plan: Plan
-    root: str
-    cells: Sequence[Cell]
-    jobs: int  # number of concurrent runs; each uses one GPU, if there are any
-    report: Callable[[str], None]  # called with each line of progress
-    failed: dict[str, str] = field(default_factory=dict)  # run -> reason
-    stopping: bool = False
-    _processes: set[BaseProcess] = field(default_factory=set)
-    # multiprocessing keeps lists of all processes, which are not thread-safe.
-    _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def done(self) -> set[str]:
-        """Return the names of the runs that are trained and evaluated."""
-        complete = set()
-        for cell in self.cells:  # each after the cell that it needs
-            if (cell.needs is None or cell.needs.run in complete) and is_done(cell, self.root):
-                complete.add(cell.run)
-        return complete
+def run_cells(cells: Sequence[Cell], root: str, jobs: int, report: Callable[[str], None]) -> dict[str, str] | None:
+    """Run cells, `jobs` at a time, each in its own process. Return the reasons of those that failed, by run.
 
-    def run(self) -> bool:
-        """Run the remaining cells. Return False if SIGTERM or SIGINT stopped them.
+    A cell starts after its pre-training, and fails with it. If SIGTERM or SIGINT stops them, the active ones save a
+    checkpoint first, and None is returned.
+    """
+    # Processes are forked from one that has only imported torch.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vlbert.comparison.cells"])
+    threads, failed, stopping = max(1, len(os.sched_getaffinity(0)) // jobs), {}, False
+    # What waits for pre-training last, so that none of the processes is idle.
+    waiting = sorted(cells, key=lambda cell: (cell.needs is not None, cell.task is not None))
+    running: dict[int, tuple[BaseProcess, Cell, Path, float]] = {}  # slot -> process, its cell, output and start
 
-        Active runs save a checkpoint before they stop.
-        """
-        done, futures, numbers, local = self.done(), {}, itertools.count(), threading.local()
-        self.report(f"{self.plan.name}: {len(self.cells)} training runs, {len(done)} of them complete")
-        # Processes are forked from one that has only imported torch.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["vlbert.comparison.cells"])
-        pool = ThreadPoolExecutor(self.jobs, initializer=lambda: setattr(local, "slot", next(numbers)))
-        with tempfile.TemporaryDirectory() as folder, pool, self._stop_on_signals():
-            # What waits for pre-training last, so that none of the processes is idle.
-            for cell in sorted(self.cells, key=lambda cell: (cell.needs is not None, cell.task is not None)):
-                if cell.run not in done:
-                    needed = futures.get(cell.needs.run) if cell.needs else None
-                    output = Path(folder, f"{cell.run}.log")
-                    futures[cell.run] = pool.submit(self._run_in_process, cell, needed, local, output)
-            for future in futures.values():
-                future.result()
-        return not self.stopping
+    def fail(cell: Cell, reason: str) -> None:
+        failed[cell.run] = reason
+        report(f"{cell.run}: FAILED: {reason}")
+        for other in [other for other in waiting if other.needs and other.needs.run == cell.run]:
+            waiting.remove(other)
+            fail(other, f"not started: its pre-training {cell.run} failed")
 
-    def _run_in_process(self, cell: Cell, needed: Future[bool] | None, local: threading.local, output: Path) -> bool:
-        """Run the cell in a process, after its pre-training (`needed`) if there is any. Return True on success."""
-        if cell.needs and needed and not needed.result() and not self.stopping:
-            return self._fail(cell, f"not started: its pre-training {cell.needs.run} failed")
-        threads, began = max(1, len(os.sched_getaffinity(0)) // self.jobs), time.monotonic()
-        arguments = cell, self.root, output, device_of(local.slot), threads
-        process = multiprocessing.get_context("forkserver").Process(target=run_cell, args=arguments, name=cell.run)
-        with self._lock:
-            if self.stopping:
-                return False
-            self.report(f"{cell.run}: started")
-            process.start()
-            self._processes.add(process)
-        connection.wait([process.sentinel])
-        with self._lock:
-            process.join()
-            self._processes.remove(process)
-        if process.exitcode == 0:
-            self.report(f"{cell.run}: done after {clock(time.monotonic() - began)}")
-            return True
-        if self.stopping or process.exitcode == STOPPED:
-            self.stopping = True  # also if only the cell's process received the signal
-            self.report(f"{cell.run}: stopped; start the comparison again to resume it")
-            return False
-        return self._fail(cell, _failure_reason(process.exitcode, output))
-
-    def _fail(self, cell: Cell, reason: str) -> bool:
-        self.failed[cell.run] = reason
-        self.report(f"{cell.run}: FAILED: {reason}")
-        return False
-
-    @contextmanager
-    def _stop_on_signals(self) -> Iterator[None]:
-        """Context manager: stop all processes on SIGTERM, SIGINT or an error."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():  # only there can handlers be set
-            before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    with tempfile.TemporaryDirectory() as folder, Stop() as stop:
         try:
-            yield
-        except BaseException:
-            self._stop()
-            raise
+            while running or (waiting and not stop.requested):
+                active = {cell.run for cell in [*waiting, *(cell for _, cell, *_ in running.values())]}
+                ready = (cell for cell in waiting if cell.needs is None or cell.needs.run not in active)
+                if len(running) < jobs and not stop.requested and (cell := next(ready, None)):
+                    waiting.remove(cell)
+                    slot, output = min({*range(jobs)} - running.keys()), Path(folder, f"{cell.run}.log")
+                    arguments = cell, root, output, device_of(slot), threads
+                    process = context.Process(target=run_cell, args=arguments, name=cell.run)
+                    report(f"{cell.run}: started")
+                    process.start()
+                    running[slot] = process, cell, output, time.monotonic()
+                    continue
+                connection.wait([process.sentinel for process, *_ in running.values()], 0.5)  # or a signal comes
+                if stop.requested and not stopping:
+                    stopping = True
+                    for process, *_ in running.values():
+                        process.terminate()  # SIGTERM, on which a run saves a checkpoint
+                for slot, (process, cell, output, began) in [*running.items()]:
+                    if process.exitcode is None:
+                        continue
+                    del running[slot]
+                    if process.exitcode == 0:
+                        report(f"{cell.run}: done after {clock(time.monotonic() - began)}")
+                    elif stop.requested or process.exitcode == STOPPED:
+                        stop.requested = True  # also if only the cell's process received the signal
+                        report(f"{cell.run}: stopped; start the comparison again to resume it")
+                    else:
+                        fail(cell, _failure_reason(process.exitcode, output))
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self, number: int = 0, frame: FrameType | None = None) -> None:
-        self.stopping = True
-        with self._lock:
-            for process in self._processes:
-                process.terminate()  # SIGTERM, on which a run saves a checkpoint
+            for process, *_ in running.values():  # after an error
+                process.terminate()
+    return None if stop.requested else failed
 
 
 def device_of(slot: int) -> dict[str, str]:
@@ -176,11 +141,14 @@ def compare(
     root = root if "://" in root else os.path.abspath(os.path.expanduser(root))  # absolute, because runs record it
     jobs = jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     plan = replace(plan, seeds=tuple(seeds)) if seeds else plan
-    comparison = Comparison(plan, root, cells_of(plan, root, fields), jobs, report)
-    if not comparison.run():
+    cells = cells_of(plan, root, fields)
+    done = find_done(cells, root)
+    report(f"{plan.name}: {len(cells)} training runs, {len(done)} of them complete")
+    failed = run_cells([cell for cell in cells if cell.run not in done], root, jobs, report)
+    if failed is None:
         return None
     store, folder = open_store(root), f"comparisons/{plan.name}"
-    summary = summarise(plan, store, comparison.cells, comparison.failed)
+    summary = summarise(plan, store, cells, failed)
     store.delete(f"{folder}/numbers.json")
     store.put(f"{folder}/index.html", page(summary))
     store.put(f"{folder}/numbers.json", (json.dumps(summary, indent=1) + "\n").encode())

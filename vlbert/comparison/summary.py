@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,10 @@ def summarise(plan: Plan, store: ObjectStore, cells: Sequence[Cell], failed: Map
     complete = [cell for cell in cells if cell.run not in failed]
     pretrainings = [cell for cell in complete if cell.task is None]
     tasks = {name: _summarise_task(plan, store, name, complete) for name in plan.tasks}
-    _judge([pair for task in tasks.values() for pair in task["pairs"] if pair["p"] is not None])
+    pairs = [pair for task in tasks.values() for pair in task["pairs"] if pair["p"] is not None]
+    for pair, p in zip(pairs, correct([pair["p"] for pair in pairs]), strict=True):
+        seen = detectable(pair["error"], pair["freedom"], len(pairs))
+        pair |= {"p": p, "differs": p < LEVEL, "detectable": seen}
     return {
         "plan": plan.name,
         "title": plan.title,
@@ -70,26 +73,25 @@ def _summarise_task(plan: Plan, store: ObjectStore, name: str, cells: Sequence[C
     except ValueError as error:
         evaluations, problem = [], str(error)
     by_variant = {
-        variant: {each.cell.seed: each for each in evaluations if each.cell.variant == variant}
+        variant: {each.cell.seed: each.scores for each in evaluations if each.cell.variant == variant}
         for variant in plan.variants
     }
     chances = [value for each in evaluations if task.chance and (value := each.metrics[task.chance]) is not None]
-    means = {}
-    for variant, by_seed in by_variant.items():
-        if by_seed:
-            scores = np.stack([each.scores for each in by_seed.values()])
-            seeds = {str(seed): float(each.scores.mean()) for seed, each in by_seed.items()}
-            means[variant] = _numbers(scores) | {"seeds": seeds}
+    scores = {variant: np.stack([*by_seed.values()]) for variant, by_seed in by_variant.items() if by_seed}
+    seeds = {name: {str(seed): float(each.mean()) for seed, each in by_variant[name].items()} for name in scores}
     return {
         "title": task.title,
         "split": task.split,
         "metric": task.metric,
         "examples": len(evaluations[0].scores) if evaluations else 0,
         "chance": float(np.mean(chances)) if chances else None,
-        "means": means,
+        "means": {variant: interval(scores[variant]) | {"seeds": seeds[variant]} for variant in scores},
         "paper": {other: variant.paper[name] for other, variant in plan.variants.items() if name in variant.paper},
         "warnings": list(dict.fromkeys(line for each in evaluations for line in each.warnings)),
-        "pairs": [_compare_pair(*pair, by_variant) for pair in itertools.combinations(means, 2)],
+        "pairs": [  # first minus second
+            {"first": first, "second": second, **interval(scores[first], scores[second]), "differs": None}
+            for first, second in itertools.combinations(scores, 2)
+        ],
         "problem": problem,
     }
 
@@ -119,7 +121,8 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
             raise ValueError(f"{uri}: the evaluation has no {name}, only {available}; name another in the plan")
     rows = zip(*(table[name].to_pylist() for name in ("key", "question", task.column)), strict=True)
     known = [row for row in rows if row[2] is not None]
-    scores = np.array([score_of(value, task.within) for *_, value in known])
+    most = task.within  # if given, an example's score is the share of its ranks up to this one
+    scores = np.array([value if most is None else np.mean(np.atleast_1d(value) <= most) for *_, value in known], float)
     mean = scores.mean() if known else None
     if mean is None or metrics[task.metric] is None or abs(mean - metrics[task.metric]) > 1e-6:
         value = "undefined" if mean is None else f"{mean:.6f}"
@@ -129,31 +132,6 @@ def read_scores(store: ObjectStore, cell: Cell, task: ComparedTask) -> Evaluatio
         )
     examples = [(key, question) for key, question, _ in known]
     return Evaluation(cell, examples, scores, metrics, warnings(evaluation))
-
-
-def score_of(value: Any, within: int | None) -> float:
-    """Return an example's score: `value` or, if `within` is given, the fraction of the ranks in `value` up to it."""
-    return float(value) if within is None else float(np.mean(np.atleast_1d(value) <= within))
-
-
-def _compare_pair(first: str, second: str, by_variant: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Any]:
-    """Return the difference (first minus second) between two variants over their seeds."""
-    scores = (np.stack([each.scores for each in by_variant[name].values()]) for name in (first, second))
-    return {"first": first, "second": second, **_numbers(*scores), "differs": None}
-
-
-def _numbers(scores: np.ndarray, minus: np.ndarray | None = None) -> dict[str, Any]:
-    """Return the fields of `interval`. With fewer than two seeds, all but the mean are None."""
-    mean = float(scores.mean() - (0 if minus is None else minus.mean()))
-    found = interval(scores, minus)
-    return {"mean": mean, "low": None, "high": None, "p": None} | (asdict(found) if found else {})
-
-
-def _judge(pairs: Sequence[dict[str, Any]]) -> None:
-    """Correct the p-values of all pairs for their number, and add which pairs differ and which would be seen to."""
-    for pair, p in zip(pairs, correct([pair["p"] for pair in pairs]), strict=True):
-        seen = detectable(pair["error"], pair["freedom"], len(pairs))
-        pair |= {"p": p, "differs": p < LEVEL, "detectable": seen}
 
 
 def _summarise_metric(store: ObjectStore, metric: str, pretrainings: Sequence[Cell]) -> dict[str, Any]:

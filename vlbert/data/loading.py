@@ -151,7 +151,6 @@ class TrainingData(Dataset):
         world: World,
         corpus: TextCorpus | None = None,
     ):
-        check_shares(config, world.size, model.regions)
         if config.batch <= task.lookahead:
             raise ValueError(f"data.batch is {config.batch}; the task needs at least {task.lookahead + 1} examples")
         self.datasets, self.task, self.corpus, self.config = datasets, task, corpus, config

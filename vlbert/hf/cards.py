@@ -127,9 +127,7 @@ def stage_facts(catalog: Catalog, stage: str) -> dict[str, Any]:
         tables.append(ok.select(list(_COLUMNS)).cast(pa.schema(_COLUMNS)))
     ok = pa.concat_tables([pa.schema(_COLUMNS).empty_table(), *tables])
     headers = list(catalog.headers(stage).values())
-    statuses: Counter = Counter()
-    for header in headers:
-        statuses.update(header.statuses)
+    statuses = Counter(catalog.counts(stage))
     lists = [source["list"] for header in headers if "list" in (source := header.meta.get("source") or {})]
     detector = {"id": stage.partition("/")[2], "metadata": headers[0].meta.get("config") if headers else {}}
     return {

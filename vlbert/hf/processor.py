@@ -15,18 +15,18 @@ from tokenizers import Tokenizer
 from transformers import BatchFeature, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
 from detectors.detect import FasterRCNNDetector
+from detectors.image_file import AnyImage, detect_regions, from_array, read_image
 from storage.collect.normalise import FILE_FORMATS
 from storage.safe_json import parse_json
 from storage.sample import Regions, Sample, sample_key
 from vlbert.checkpoint import CONFIG, DETECTOR, VOCABULARY
 from vlbert.data.batch import Example, collate
-from vlbert.data.image_file import AnyImage, from_array, read_image
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.hf.config import IGNORED, VLBertConfig
 from vlbert.hf.files import HUB, PROCESSOR, fetch_folder
 from vlbert.hf.inputs import from_batch, in_fractions
-from vlbert.predict.predictor import detect_regions, load_detector
+from vlbert.predict.predictor import load_detector
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task, user_annotation
 from vlbert.tasks.pretraining import MaskedInput, Pretraining, PretrainingSettings

@@ -17,7 +17,7 @@ the prediction is saved in the working directory. See docs/library.md.
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,26 +63,18 @@ class Options:
             raise ValueError(f"unexpected argument {self.inputs[most]!r}; put texts in quotes; --among takes one text")
 
 
-def open_predictor(options: Options, fields: Sequence[str]) -> Predictor:
+def open_predictor(options: Options, changes: Mapping[str, Any]) -> Predictor:
     """Load the predictor for the command line's options: a Ranker for a retrieval checkpoint, otherwise a Predictor."""
     task = open_checkpoint(options.checkpoint, tensors=False).config.get("task")
-    if task == RetrievalSettings.__name__:
-        return Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
-    return Predictor(options.checkpoint, options.detector, _get_changes(options, fields))
+    kind = Ranker if task == RetrievalSettings.__name__ else Predictor
+    return kind(options.checkpoint, options.detector, changes)
 
 
-def _get_changes(options: Options, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the command line's changes to the checkpoint's recipe, as a dict from dotted field name to value."""
-    if not fields:
-        return {}
-    return named_fields(override(recipe_of(open_checkpoint(options.checkpoint, tensors=False)), fields), fields)
-
-
-def predict_and_draw(options: Options, fields: Sequence[str]) -> None:
+def predict_and_draw(options: Options, changes: Mapping[str, Any]) -> None:
     """Print the prediction for an image and a text, and save a drawing of it."""
     file = output_file(options)
     question = (options.text, options.choices, options.answer, options.mask_regions)
-    prediction = open_predictor(options, fields)(options.inputs[0], *question, options.attention)
+    prediction = open_predictor(options, changes)(options.inputs[0], *question, options.attention)
     figure = draw_attention(prediction) if options.attention else None
     prediction.draw().save(file)
     for text, probability in prediction.lines():
@@ -105,23 +97,23 @@ def output_file(options: Options) -> Path:
     return out
 
 
-def rank(options: Options, fields: Sequence[str]) -> None:
+def rank(options: Options, changes: Mapping[str, Any]) -> None:
     """Rank images (--among) for a text, or captions (--captions) for an image. Print them with probabilities."""
     captions = read_lines(options.captions, "--captions") if options.captions else []
-    ranker = Ranker(options.checkpoint, options.detector, _get_changes(options, fields))
+    ranker = Ranker(options.checkpoint, options.detector, changes)
     given = options.inputs[0]
     ranking = ranker.images(options.among, given) if options.among else ranker.captions(given, captions)
     for name, probability in ranking:
         print(f"  {probability:.3f}  {name}")
 
 
-def serve_page(options: Options, fields: Sequence[str]) -> None:
+def serve_page(options: Options, changes: Mapping[str, Any]) -> None:
     """Serve the web page (option --serve) until Ctrl-C."""
     for package in ("fastapi", "uvicorn"):
         require(package, "--serve", "serve")
     from vlbert.predict.page import serve  # here, because it needs these
 
-    predictor = open_predictor(options, fields)
+    predictor = open_predictor(options, changes)
     predictor.detector  # noqa: B018  built now, so that errors end the program
     serve(predictor, options.port)
 
@@ -134,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Python's documentation of `warnings` allows this.
         warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)  # ty: ignore[invalid-assignment]
         try:
-            run(options, fields)
+            recipe = recipe_of(open_checkpoint(options.checkpoint, tensors=False)) if fields else None
+            run(options, named_fields(override(recipe, fields), fields) if recipe else {})
         except (ValueError, OSError) as error:
             sys.exit(f"vlbert predict: {error}")

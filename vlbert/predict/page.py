@@ -23,10 +23,10 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 from detectors.drawing import colour_of, ink_on
+from detectors.image_file import IMAGES
 from storage.safe_json import parse_json, printable
 from storage.sample import Sample
 from storage.settings import from_json
-from vlbert.data.image_file import IMAGES
 from vlbert.evaluation.results_page import render
 from vlbert.predict.attention import draw_attention
 from vlbert.predict.predictor import Predictor

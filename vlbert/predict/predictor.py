@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from detectors.detect import FasterRCNNDetector
+from detectors.image_file import AnyImage, detect_regions, read_image
 from detectors.rebuild import detector_of_file, rebuild_detector
 from storage.safe_json import printable
-from storage.sample import Regions, Sample, check_sample
+from storage.sample import Regions, Sample
 from vlbert.checkpoint import DETECTOR, open_checkpoint
 from vlbert.config import Recipe
 from vlbert.data.batch import Example, collate
-from vlbert.data.image_file import AnyImage, read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluation.evaluate import load_task_model
 from vlbert.predict.prediction import Prediction, class_name
@@ -177,16 +177,6 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
         raise ValueError(f"{source} cannot find regions: {reason}; name a detector: detector=FILE (--detector FILE)")
     warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=2)
     return detector_of_file(file, keep_features=config["model"].get("regions", {}).get("features") == "precomputed")
-
-
-def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
-    """Return the sample with the regions that the detector finds. Raises ValueError if it finds none."""
-    (regions,) = detector.detect([sample])
-    if isinstance(regions, str):
-        raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
-    sample = replace(sample, regions=regions)
-    check_sample(sample)
-    return sample
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -179,6 +179,7 @@ class Task(ABC):
         self.settings = settings
         self.vocabulary = vocabulary
         self.num_classes = num_classes
+        self.validate_shuffled = getattr(settings, "validate_shuffled", self.validate_shuffled)
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """Return the examples of a split, or the training examples if `split` is None.

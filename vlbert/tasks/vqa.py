@@ -23,7 +23,6 @@ from storage.settings import check
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, select
 from vlbert.data.images import PreparedImage, swap_sides
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
 from vlbert.model.heads import Classifier, ClassifierKind, PairClassifier
@@ -73,10 +72,6 @@ class VQA(Task):
     @staticmethod
     def best_metric(settings: VQASettings) -> str:
         return "accuracy"
-
-    def __init__(self, settings: VQASettings, vocabulary: Vocabulary, num_classes: int):
-        super().__init__(settings, vocabulary, num_classes)
-        self.validate_shuffled = settings.validate_shuffled
 
     @functools.cached_property
     def answers(self) -> list[str]:

@@ -1,14 +1,16 @@
-"""Read a user's image file, and convert it to the form in which datasets store images."""
+"""Read a user's image file, convert it to the form in which datasets store images, and find its regions."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from detectors.detect import FasterRCNNDetector
 from storage.collect.normalise import ImageSettings, Refused, normalise
-from storage.sample import Sample, sample_key
+from storage.sample import Sample, check_sample, sample_key
 
 # As for datasets, except for the file size: a camera's file may be larger than a downloaded one.
 IMAGES = ImageSettings(max_bytes=200 * 2**20)
@@ -44,6 +46,16 @@ def read_image(image: AnyImage) -> Sample:
         sha256=stored.sha256,
         flags=stored.flags,
     )
+
+
+def detect_regions(sample: Sample, detector: FasterRCNNDetector) -> Sample:
+    """Return the sample with the regions that the detector finds. Raises ValueError if it finds none."""
+    (regions,) = detector.detect([sample])
+    if isinstance(regions, str):
+        raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
+    sample = replace(sample, regions=regions)
+    check_sample(sample)
+    return sample
 
 
 def from_array(array: np.ndarray | Tensor) -> Image.Image:

@@ -14,7 +14,7 @@ from tiny import tiny_sample
 from detectors.examples import BAD_IMAGE, read_resized
 from detectors.faster_rcnn import DEMO
 from detectors.ground_truth import LabelledImage
-from vlbert.data.image_file import read_image
+from detectors.image_file import read_image
 
 
 def new(mode: str, size: tuple[int, int], kind: str, **options: object) -> bytes:
