@@ -1,0 +1,32 @@
+"""Megatron-Energon's SavableDataLoader. Each rank saves and restores its own state."""
+
+import subprocess
+import sys
+
+from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
+
+from benchmarks.resume import machine
+
+
+class Loader(machine.Loader):
+    requires = ("megatron-energon==7.4.1",)
+    docs = "https://nvidia.github.io/Megatron-Energon/basic/save_restore.html"
+    promises = {"nothing": "exact"}
+
+    def __init__(self, folder, rank, world, workers, states):
+        shared = {"shuffle_buffer_size": 12, "max_samples_per_sequence": 12, "batch_size": machine.BATCH // world}
+        config = WorkerConfig(rank=rank, world_size=world, num_workers=workers)
+        self.loader = get_savable_loader(get_train_dataset(folder, worker_config=config, **shared))
+        if states:
+            self.loader.restore_state_rank(states[rank])
+        self.batches = (batch.text for batch in self.loader)
+
+    def save(self):
+        return self.loader.save_state_rank()
+
+    @staticmethod
+    def write(folder, shards):
+        machine.write_tars(folder, shards)
+        command = [f"{sys.prefix}/bin/energon", "prepare", "--non-interactive", "--force-overwrite"]
+        command += ["--sample-type", "TextSample", "--field-map", '{"text": "txt"}', "--split-ratio", "1,0,0"]
+        subprocess.run([*command, str(folder)], check=True, capture_output=True)
