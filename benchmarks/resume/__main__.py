@@ -2,8 +2,8 @@
 
     python -m benchmarks.resume [LOADER ...] [--histories 10] [--json FILE]
 
-hypothesis invents histories: steps on some ranks and workers, saves, kills, restores. Each is compared with a run
-that nobody stopped. A library is installed once, into an environment of its own that finds all other packages in the
+hypothesis invents histories: steps on some ranks and workers, saves, kills, restores. Each is compared with a run that
+nobody stopped. A library is installed once, into an environment of its own that finds all other packages in the
 project's. An adapter for each loader, with versions and links, is in benchmarks/resume/.
 """
 
@@ -24,8 +24,7 @@ from typing import Any
 from benchmarks.measure import describe_machine, format_table, make_parser, write_json
 from benchmarks.resume.machine import SCENARIOS, run_histories
 
-LOADERS = ("ours", "mosaicml", "litdata", "torchdata_webdataset", "torchdata_datasets", "torchdata_datasets_buffer")
-LOADERS += ("accelerate", "energon")
+FOREIGN = ("mosaicml", "litdata", "torchdata_webdataset", "torchdata_datasets", "accelerate", "energon")
 
 
 def make_environment(loader: str, cache: Path) -> str:
@@ -34,7 +33,7 @@ def make_environment(loader: str, cache: Path) -> str:
     if not pins:
         return sys.executable
     packages = ast.literal_eval(pins[1])
-    folder = cache / "-".join(package.replace("==", "-") for package in packages)
+    folder = cache / "-".join(packages).replace("==", "-")
     if not (folder / "installed").exists():
         venv.create(folder, with_pip=True, clear=True)
         (own,) = folder.glob("lib/python*/site-packages")
@@ -44,58 +43,49 @@ def make_environment(loader: str, cache: Path) -> str:
     return f"{folder}/bin/python"
 
 
-def summarise(found: Sequence[Mapping[str, Any]], promise: str | None) -> dict[str, Any]:
-    starts, refusals = [start for one in found for start in one["starts"]], [one["refused"] for one in found]
-    inexact = sorted((one["history"] for one in found if not one["exact"]), key=len)
+def summarise(found: Sequence[Mapping[str, Any]], promise: str) -> dict[str, Any]:
+    """Add up what was seen in some histories. Lost and repeated samples are those of histories without a refusal."""
     summary = {"promised": promise, "histories": len(found), "exact": sum(one["exact"] for one in found)}
-    summary |= {name: sum(one[name] for one in found) for name in ("lost", "repeated", "withdrawn")}
-    summary |= {"refused": len(refusals) - refusals.count(None), "refusal": next(filter(None, refusals), None)}
-    for name in ("seconds", "reads", "bytes"):
-        for when, restored in (("start", False), ("restore", True)):
-            values = [start[name] for start in starts if start["restored"] is restored]
-            summary[f"{when}, {name}"] = round(statistics.median(values), 3) if values else None
-    return summary | {"shortest inexact history": inexact[0] if inexact else None}
+    refusals = [one["refused"] for one in found if one["refused"]]
+    summary |= {name: sum(one[name] for one in found) for name in ("lost", "repeated")} | {"refused": len(refusals)}
+    for when, restored in (("start", False), ("restore", True)):
+        starts = [start for one in found for start in one["starts"] if start["restored"] is restored]
+        for name in ("seconds", "reads", "bytes"):
+            summary[f"{when}, {name}"] = (
+                round(statistics.median(start[name] for start in starts), 3) if starts else None
+            )
+    inexact = min((one["history"] for one in found if not one["exact"]), key=len, default=None)
+    return summary | {"refusal": min(refusals, default=None), "shortest inexact history": inexact}
 
 
-def measure(loader: str, count: int) -> dict[str, Any]:
-    """Run all scenarios of a loader in this process."""
+def measure(loader: str, count: int) -> None:
+    """Run all scenarios of a loader in this process, and print what was seen as JSON."""
     adapter = importlib.import_module(f"benchmarks.resume.{loader}").Loader
-    scenarios = [name for name in SCENARIOS if name != "withdrawn sample" or hasattr(adapter, "withdraw")]
-    seen = {name: summarise(run_histories(adapter, name, count), adapter.promises.get(name)) for name in scenarios}
-    return {"docs": adapter.docs, "requires": adapter.requires, "scenarios": seen}
-
-
-def row(loader: str, scenario: str, seen: Mapping[str, Any]) -> list[str]:
-    exact = f"{seen['exact']} of {seen['histories']}"
-    return [loader, scenario, seen["promised"] or "not promised", exact, *(str(seen[name]) for name in COUNTED)]
-
-
-COUNTED = ("lost", "repeated", "refused", "start, seconds", "restore, seconds", "restore, reads", "restore, bytes")
+    scenarios = {}
+    for name in SCENARIOS:
+        if name != "withdrawn sample" or hasattr(adapter, "withdraw"):
+            promise = adapter.promises.get(name, "not promised")
+            scenarios[name] = summarise(run_histories(adapter, name, count), promise)
+    print(json.dumps({"docs": adapter.docs, "requires": adapter.requires, "scenarios": scenarios}))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     command = make_parser("resume", __doc__)
-    command.add_argument("loaders", nargs="*", metavar="LOADER", help=f"of {', '.join(LOADERS)}; none: all")
+    command.add_argument("loaders", nargs="*", metavar="LOADER", help=f"ours, {', '.join(FOREIGN)}; none: all")
     command.add_argument("--histories", type=int, default=10, help="of each loader and scenario (%(default)s)")
     command.add_argument("--cache", type=Path, default=Path.home() / ".cache/resume", help="environments (%(default)s)")
-    command.add_argument("--here", action="store_true", help="do not install, run in this environment")
-    options = command.parse_args(arguments)
-    report, table = (
-        {"machine": describe_machine(), "loaders": {}},
-        [["loader", "changed", "promised", "exact", *COUNTED]],
-    )
-    for loader in options.loaders or LOADERS:
-        if options.here:
-            report["loaders"][loader] = measure(loader, options.histories)
-        else:
-            own = [make_environment(loader, options.cache), "-m", "benchmarks.resume", loader, "--here"]
-            file = options.cache / f"{loader}.json"
-            own += ["--histories", str(options.histories), "--json", str(file)]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            subprocess.run(own, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-            report["loaders"][loader] = json.loads(file.read_text())["loaders"][loader]
-        table += [row(loader, *one) for one in report["loaders"][loader]["scenarios"].items()]
-    print(format_table(table))
+    options, report = command.parse_args(arguments), {"machine": describe_machine(), "loaders": {}}
+    for loader in options.loaders or ("ours", *FOREIGN):
+        program = f"from benchmarks.resume.__main__ import measure; measure({loader!r}, {options.histories})"
+        own = [make_environment(loader, options.cache), "-c", program]
+        run = subprocess.run(own, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+        report["loaders"][loader] = json.loads(run.stdout.splitlines()[-1])
+    rows = [
+        [loader, scenario, *(str(value) for value in [*summary.values()][:-2])]
+        for loader, seen in report["loaders"].items()
+        for scenario, summary in seen["scenarios"].items()
+    ]
+    print(format_table([["loader", "changed", *[*summarise([], "")][:-2]], *rows]))
     write_json(options.json, report)
 
 

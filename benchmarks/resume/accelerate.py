@@ -13,7 +13,7 @@ class Loader(machine.Loader):
 
     def __init__(self, folder, rank, world, workers, states):
         texts = [line for file in sorted(folder.glob("*.txt")) for line in file.read_text().split()]
-        loader = DataLoader(texts, machine.BATCH // world, shuffle=True, num_workers=workers)
+        loader = DataLoader(texts, machine.BATCH // world, shuffle=True, num_workers=workers)  # ty: ignore
         shared = {"num_processes": world, "process_index": rank}
         self.loader = prepare_data_loader(loader, **shared, use_seedable_sampler=True, data_seed=0)
         self.epoch, self.step = states[0] if states else (0, 0)
@@ -30,8 +30,8 @@ class Loader(machine.Loader):
     def save(self):
         return self.epoch, self.step
 
-    @staticmethod
-    def write(folder, shards):
+    @classmethod
+    def write(cls, folder, shards):
         folder.mkdir(exist_ok=True)
-        for shard, numbers in shards.items():
-            (folder / f"{shard:05d}.txt").write_text("".join(f"{number:06d}\n" for number in numbers))
+        for shard in shards:
+            (folder / f"{shard:05d}.txt").write_text("\n".join(cls.texts(shard)))

@@ -5,7 +5,7 @@ import sys
 
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-from benchmarks.resume import machine
+from benchmarks.resume import machine, torchdata_webdataset
 
 
 class Loader(machine.Loader):
@@ -24,9 +24,9 @@ class Loader(machine.Loader):
     def save(self):
         return self.loader.save_state_rank()
 
-    @staticmethod
-    def write(folder, shards):
-        machine.write_tars(folder, shards)
+    @classmethod
+    def write(cls, folder, shards):
+        torchdata_webdataset.Loader.write(folder, shards)
         command = [f"{sys.prefix}/bin/energon", "prepare", "--non-interactive", "--force-overwrite"]
         command += ["--sample-type", "TextSample", "--field-map", '{"text": "txt"}', "--split-ratio", "1,0,0"]
         subprocess.run([*command, str(folder)], check=True, capture_output=True)

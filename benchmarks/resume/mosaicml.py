@@ -10,23 +10,18 @@ class Loader(machine.Loader):
     requires = ("mosaicml-streaming==0.13.0",)
     docs = "https://docs.mosaicml.com/projects/streaming/en/latest/distributed_training/fast_resumption.html"
     promises = {"nothing": "exact", "workers": "exact", "ranks": "exact"}
-    clean = staticmethod(clean_stale_shared_memory)
 
-    def __init__(self, folder, rank, world, workers, states):
-        size = machine.BATCH // world
-        data = StreamingDataset(local=str(folder), shuffle=True, batch_size=size, num_canonical_nodes=1)
-        self.loader = StreamingDataLoader(data, batch_size=size, num_workers=workers)
-        if states:
-            self.loader.load_state_dict(states[0])
-        self.batches = (batch["text"] for batch in machine.forever(self.loader))
+    def open(self, folder, rank, world, workers):
+        clean_stale_shared_memory()  # of killed processes
+        sizes = {"batch_size": machine.BATCH // world, "num_canonical_nodes": 1}
+        data = StreamingDataset(local=str(folder), shuffle=True, **sizes)
+        return StreamingDataLoader(data, batch_size=machine.BATCH // world, num_workers=workers)
 
-    def save(self):
-        return self.loader.state_dict()
-
-    @staticmethod
-    def write(folder, shards):
-        for shard, numbers in shards.items():
+    @classmethod
+    def write(cls, folder, shards):
+        for shard in shards:
             with MDSWriter(out=f"{folder}/{shard:05d}", columns={"text": "str"}) as writer:
-                for number in numbers:
-                    writer.write({"text": f"{number:06d}"})
+                for text in cls.texts(shard):
+                    writer.write({"text": text})
+        (folder / "index.json").unlink(missing_ok=True)
         merge_index(str(folder))
