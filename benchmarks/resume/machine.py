@@ -249,7 +249,7 @@ class History(RuleBasedStateMachine):
             self.withdraw(7)
         if not self.ranks.refusal and (len(self.starts) < 2 or len(self.gone) < len(self.withdrawn)):
             self.kill_and_restore(True, 2, None, 1)
-        self.take(-len(self.steps) % (self.loader.shards * self.loader.per_shard // BATCH))
+        self.take(-len(self.steps) % (self.loader.shards * self.loader.per_shard // BATCH) + 5 * self.strict)
         self.ranks.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
         promised = uninterrupted(self.loader, *self.first, tuple(self.events), len(self.steps))
