@@ -45,9 +45,9 @@ def make_environment(loader: str, cache: Path) -> str:
 
 def summarise(found: Sequence[Mapping[str, Any]], promise: str) -> dict[str, Any]:
     """Add up what was seen in some histories. Lost and repeated samples are those of histories without a refusal."""
-    summary = {"promised": promise, "histories": len(found), "exact": sum(one["exact"] for one in found)}
     refusals = [one["refused"] for one in found if one["refused"]]
-    summary |= {name: sum(one[name] for one in found) for name in ("lost", "repeated")} | {"refused": len(refusals)}
+    summary: dict[str, Any] = {"promised": promise, "histories": len(found), "refused": len(refusals)}
+    summary |= {name: sum(one[name] for one in found) for name in ("exact", "complete", "lost", "repeated")}
     for when, restored in (("start", False), ("restore", True)):
         starts = [start for one in found for start in one["starts"] if start["restored"] is restored]
         for name in ("seconds", "reads", "bytes"):

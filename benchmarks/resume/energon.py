@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
+import webdataset
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-from benchmarks.resume import machine, torchdata_webdataset
+from benchmarks.resume import machine
 
 
 class Loader(machine.Loader):
@@ -26,7 +27,11 @@ class Loader(machine.Loader):
 
     @classmethod
     def write(cls, folder, shards):
-        torchdata_webdataset.Loader.write(folder, shards)
+        folder.mkdir(exist_ok=True)
+        for shard in shards:
+            with webdataset.TarWriter(f"{folder}/{shard:05d}.tar") as tar:
+                for text in cls.texts(shard):
+                    tar.write({"__key__": text, "txt": text})
         command = [f"{sys.prefix}/bin/energon", "prepare", "--non-interactive", "--force-overwrite"]
         command += ["--sample-type", "TextSample", "--field-map", '{"text": "txt"}', "--split-ratio", "1,0,0"]
         subprocess.run([*command, str(folder)], check=True, capture_output=True)

@@ -201,6 +201,7 @@ class History(RuleBasedStateMachine):
     def kill_and_restore(self, save: bool, lost: int, delay: int | None, turn: int) -> None:
         """Save, or use what was saved before; lose some steps, the last one `delay` ms after it was asked for."""
         if save or not self.saved:
+            self.take(0 if self.strict else len(self.steps) % 2)  # what is left of an epoch can then be shared evenly
             self.saved = len(self.steps), self.ranks.answers("save")
         self.take(lost)
         if self.ranks.refusal:
@@ -258,7 +259,7 @@ class History(RuleBasedStateMachine):
         total, came = sum(promised, Counter()), sum(seen, Counter())
         numbers = {"lost": 0 if refusal else (total - came).total(), "repeated": (came - total).total()}
         result = {"exact": promised == seen, "refused": refusal, "starts": self.starts, "history": self.happened}
-        self.found.append(result | numbers)
+        self.found.append(result | numbers | {"complete": not refusal and not any(numbers.values())})
         assert promised == seen or not self.strict, self.found[-1]
 
 
