@@ -1,5 +1,6 @@
 """mosaicml-streaming's StreamingDataLoader over a StreamingDataset."""
 
+import torch.distributed
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from streaming.base.util import clean_stale_shared_memory, merge_index
 
@@ -12,6 +13,8 @@ class Loader(machine.Loader):
     promises = {"nothing": "exact", "workers": "exact", "ranks": "exact"}
 
     def open(self, folder, rank, world, workers):
+        if world > 1:
+            torch.distributed.init_process_group("gloo")
         clean_stale_shared_memory()  # of killed processes
         sizes = {"batch_size": machine.BATCH // world, "num_canonical_nodes": 1}
         data = StreamingDataset(local=str(folder), shuffle=True, **sizes)
