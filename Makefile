@@ -8,6 +8,7 @@ ROOT ?= demo-root
 SEED ?= 0
 DEPLOYMENTS ?= prefect.yaml
 PORT ?= 4200
+CODE := storage training detectors vlbert flows demo benchmarks docker notebooks tests  # not the user's own files
 
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
@@ -38,13 +39,13 @@ test-all: $(VENV)/installed lint  ## run the quick and slow tests: an hour
 	$(BIN)/python -m pytest -m "not far"
 
 lint: $(VENV)/installed  ## check format, lint and types
-	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check $(CODE)
+	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/python -m ty check
 
 format: $(VENV)/installed  ## format, and fix lint
-	$(BIN)/python -m ruff format .
-	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format $(CODE)
+	$(BIN)/python -m ruff check --fix $(CODE)
 
 docs: $(VENV)/installed  ## build docs/ as a website in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

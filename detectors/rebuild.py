@@ -67,11 +67,13 @@ def _check_weights(file: str | Path | None, metadata: dict, source: str) -> Path
     expected = printable(f"{metadata.get('weights_file')} (sha256 {expected_sha256[:12]}...)")
     if file is None or not Path(file).is_file():
         missing = f"{file} does not exist" if file else "it is not in the model's folder"
-        raise ValueError(f"{source} was trained on the regions of {expected}, but {missing}; give --detector FILE")
+        raise ValueError(
+            f"{source} was trained on the regions of {expected}, but {missing}; give detector=FILE (--detector FILE)"
+        )
     sha256 = sha256_of(Path(file))
     if sha256 != expected_sha256:
         raise ValueError(
             f"{file} (sha256 {sha256[:12]}...) is not the detector that {source} was trained with, {expected}; give "
-            "that as --detector FILE"
+            "that as detector=FILE (--detector FILE)"
         )
     return Path(file)

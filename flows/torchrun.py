@@ -5,6 +5,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from flows.artifacts import Artifact, escape, make_metrics_table
 from flows.settings import FinetuneSettings, PretrainSettings, Processes
@@ -163,11 +164,14 @@ def show_training(stage: str, root: str, run: str, log: Log, training: Callable[
 
     `training` is called with a function that updates the progress in the UI.
     """
-    artifact = Artifact(stage, run)
+    artifact, started = Artifact(stage, run), datetime.now(UTC)
 
     def progress_page(report: Log = log) -> str:
         store = open_store(root, write=False)
         beat = read_heartbeat(store, run)
+        # Until the training starts, the heartbeat is that of the process which it resumes.
+        if beat is not None and beat["state"] != "done" and datetime.fromisoformat(beat["time"]) < started:
+            beat = None
         progress = "starting" if beat is None else beat["state"]
         if beat is not None and beat["losses"] is not None:
             progress += f": {progress_line(beat)}"

@@ -101,12 +101,12 @@ def status(store: ObjectStore) -> list[str]:
             used = "yes" if (dataset, stage, snapshot.id) in pinned else "no"
             snapshots.append((dataset, stage, snapshot.id, *counts, megabytes(info.size), date_of(info.modified), used))
     lines = aligned(("dataset", "stage", "shards", "rows", "MB", "rows by status"), stages)
-    names = "dataset", "stage", "snapshot", "shards", "samples", "MB", "written (UTC)", "pinned"
+    names = "dataset", "stage", "snapshot", "shards", "samples", "MB", "last used (UTC)", "pinned"
     return [*lines, "", *aligned(names, snapshots)] if snapshots else lines
 
 
 def megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f}"
+    return f"{size / 1e6:,.2f}"
 
 
 def date_of(seconds: float) -> str:

@@ -62,8 +62,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and tests are no garbage: searching their 600,000 objects again and again takes a tenth of the time."""
+    if session.config.getoption("loadgroup", False):  # else each process makes the fixtures of every file
+        assert all("@" in item.nodeid for item in session.items), "pytest-xdist does not group tests with this pytest"
     gc.freeze()
     gc.enable()
 

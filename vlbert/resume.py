@@ -248,6 +248,8 @@ def _report_run(
     report(f"{total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}")
     if any(dataset.pinned["random_init"] for dataset in data.datasets):
         report("WARNING: the regions come from an UNTRAINED detector (random weights)")
+    for name, (_, examples) in data.held_out.items():
+        report(f"{recipe.run}: validates on {len(examples)} examples of {name}")
     if not data.held_out:
         report("no validation: data.held_out names no dataset")
     for dataset in data.datasets:

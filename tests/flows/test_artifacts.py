@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
@@ -112,19 +113,28 @@ def test_a_training_shows_its_heartbeat_and_its_curves_then_its_metrics(
     beat = {"step": 5, "steps": 9, "state": "training", "losses": {"words": 1.2346}, "counts": {"skipped": 2}}
     beat |= {"seconds": 9.0, "seconds_left": 3723.0, "samples_per_second": 9.54, "data_wait": 0.031}
 
+    def put_heartbeat(time: str) -> None:
+        store.put("runs/r/heartbeat.json", json.dumps(beat | {"time": time}).encode())
+
     def training(watch) -> Trained:
+        put_heartbeat("2026-01-01T00:00:00.000+00:00")  # of the process that this training resumes
         watch()
-        store.put("runs/r/heartbeat.json", json.dumps(beat).encode())
+        put_heartbeat(datetime.now(UTC).isoformat())
         store.put("runs/r/metrics.jsonl", b'{"kind": "training", "step": 5, "loss_words": 1.2}\n')
         watch()
         return Trained("r", "recipe", "d-1", "abc", "s3://bucket/runs/r/step-9", {"accuracy": 0.5, "odd": None}, 1.0, 1)
 
-    assert show_training("pretrain", str(tmp_path), "r", logged.append, training).run == "r"
+    trained = show_training("pretrain", str(tmp_path), "r", logged.append, training)
+    assert trained.run == "r"
     assert logged[0].startswith("r: training: step 5/9  loss words 1.235  skipped 2  samples/s 9.5  data wait 3 %")
     assert shown[0] == "starting"
     assert re.search(r"time left 1\\:02\\:03\n\n!\[curves\]\(data:image/svg", shown[1])
     assert re.search(r"\| accuracy +\| 0.500 +\|\n\| odd +\| – +\|\n\n", shown[2])
     assert r"step\-9" in shown[2]
+    beat["state"] = "done"
+    put_heartbeat("2026-01-01T00:00:00.000+00:00")  # of a run that was complete before
+    show_training("pretrain", str(tmp_path), "r", logged.append, lambda watch: trained)
+    assert r"done\: step 5" in shown[3]
 
 
 def test_the_log_of_a_pipeline_tells_its_stages_and_at_the_end_the_reason_of_a_failure(prefect_server):

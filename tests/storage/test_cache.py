@@ -1,7 +1,9 @@
 """storage.cache: copies of a bucket's tars in a folder of this machine."""
 
 import hashlib
+import io
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -100,14 +102,16 @@ def test_a_folder_that_overlaps_the_root_is_refused(tmp_path, place):
         ShardCache(store, tmp_path / place, 1)
 
 
-def test_the_background_fills_the_folder_or_says_why_not(tmp_path, written, capfd):
-    store = remote(tmp_path)
+def test_the_background_fills_the_folder_or_says_why_not(tmp_path, written, monkeypatch):
+    store, said = remote(tmp_path), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)  # pytest's capture loses what is written while it is read
     (tmp_path / "cache").write_bytes(b"in the way")
     cache, samples = cache_of(store, tmp_path)
     cache.fill_in_background(pause=3600)
-    deadline, said = time.monotonic() + 30, ""
-    while "cannot fill the shard cache" not in said and time.monotonic() < deadline:
-        said += capfd.readouterr().err
+    deadline = time.monotonic() + 30
+    while "cannot fill the shard cache" not in said.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert time.monotonic() < deadline
     (tmp_path / "cache").unlink()
     cache.fill_in_background(pause=3600)
     while len(copies(tmp_path)) < SHARDS and time.monotonic() < deadline:

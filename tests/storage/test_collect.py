@@ -203,9 +203,7 @@ def test_a_row_without_a_caption_has_a_status_unless_it_is_asked_for(keep: bool,
     (tmp_path / "list.tsv").write_text("".join(f"{caption}\ta.jpg\n" for caption in captions))
     files = {"images": str(tmp_path), "captions": str(tmp_path / "list.tsv")}
     quietly(tmp_path / "root", CollectSettings("captions", **files, keep_empty_captions=keep))
-    assert keep or column(tmp_path / "root", "detail")[1].startswith(
-        "list.tsv:2 has no caption; --keep_empty_captions"
-    )
+    assert keep or column(tmp_path / "root", "detail")[1].startswith("list.tsv:2 has no caption; --keep_empty_captions")
     kept = [keep or caption in ("a dog", ".", "\U0001f415") for caption in captions]
     assert statuses(tmp_path / "root") == ["ok" if one else "empty_caption" for one in kept]
     assert stored_captions(tmp_path / "root") == [caption for caption, one in zip(captions, kept, strict=True) if one]

@@ -71,7 +71,7 @@ def test_status_counts_rows_and_marks_snapshots_of_runs(local, capsys):
     lines = [" ".join(line.split()) for line in status(local.store)]
     for stage in ("images", REGIONS):
         assert any(re.fullmatch(rf"captions {stage} 2 12 \S+ http_404 4, ok 8", line) for line in lines)
-    assert "refcoco+ images 1 6 0.7 http_404 2, ok 4" in lines
+    assert "refcoco+ images 1 6 0.72 http_404 2, ok 4" in lines
     assert [(line.split()[3:5], line.split()[-1]) for line in lines if old.id in line or new.id in line] == [
         (["1", "4"], "yes"),
         (["2", "8"], "no"),
@@ -219,7 +219,7 @@ def test_gc_deletes_what_nothing_names_and_is_old(local, capsys):
     before = {info.path for info in store.list()}
     assert {info.path for _, info in find_garbage(store, 24 * HOUR)} == {str(hidden), *expected}
     main(["gc", store.root])
-    assert capsys.readouterr().out.splitlines()[-1] == "3 files, 0.0 MB to delete: run again with --delete"
+    assert capsys.readouterr().out.splitlines()[-1] == "3 files, 0.00 MB to delete: run again with --delete"
     assert ({info.path for info in store.list()}, hidden.exists()) == (before, True)
     main(["gc", store.root, "--delete"])
     assert before - {info.path for info in store.list()} == expected

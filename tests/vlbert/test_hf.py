@@ -535,7 +535,7 @@ def test_loading_reads_its_own_folder_and_nothing_else(models, strange, monkeypa
     processor, predictor = hf.VLBertProcessor.from_pretrained(strange), Predictor(str(strange))
     assert processor.detector_file is None
     for ask in (lambda: processor(images=str(models / "photo.jpg"), text="red"), lambda: predictor.detector):
-        with pytest.raises(ValueError, match="it is not in the model's folder; give --detector FILE"):
+        with pytest.raises(ValueError, match="it is not in the model's folder; give detector=FILE"):
             ask()
     photo = Predictor(str(strange), WEIGHTS).detect(models / "photo.jpg")
     with pytest.raises(ValueError, match="task.folder is not set; give --task.folder FOLDER"):
@@ -566,7 +566,7 @@ def test_the_run_before_is_not_asked_for(models, strange, monkeypatch):
         (strange / "config.json").write_text(json.dumps(config))
         for kind in (hf.VLBertProcessor, hf.VLBertConfig, hf.VLBertModel):
             kind.from_pretrained(strange)
-        with pytest.raises(ValueError, match="give --detector FILE"):
+        with pytest.raises(ValueError, match="give detector=FILE"):
             Predictor(str(strange)).detect(models / "photo.jpg")
         model_card(str(strange))
         assert calls == []

@@ -307,7 +307,7 @@ def test_a_weight_file_with_another_hash_is_refused_and_a_setting_that_differs_i
 )
 def test_a_checkpoint_without_a_network_detector_needs_one_by_name(models, tmp_path, detector, model, reason):
     folder = save_model(tmp_path, "run", REFCOCO, detector, model=model)
-    with pytest.raises(ValueError, match=f"{reason}; name a detector: --detector FILE"):
+    with pytest.raises(ValueError, match=f"{reason}; name a detector: detector=FILE"):
         Predictor(str(folder)).detect(models / "photo.jpg")
     with pytest.warns(UserWarning, match="may be of another kind"):
         prediction = Predictor(str(folder), detector=WEIGHTS)(models / "photo.jpg", "a red square")

@@ -293,8 +293,10 @@ def describe_uses(runs: Sequence[TrainedRun], image: str) -> list[str]:
             licenses |= {row["license"]} - {None}
         for held in trained.record["held_out"] or ():
             path = trained.store_of(held, held["snapshot"])
+            # A task may validate on a part of the dataset.
+            used = "used it" if trained.record["task"] == PretrainingSettings.__name__ else "may have used it"
             for key in find_rows(*path, column, values)["key"].to_pylist():
-                lines.append(f"{trained.run} used it for validation ({held['dataset']}, {key})")
+                lines.append(f"{trained.run} {used} for validation ({held['dataset']}, {key})")
     withdrawn = read_withdrawn(runs[0].checkpoint.folder.store).urls
     if column == "key":
         lines = [f"the URL of {key} is {url}" for url, key in urls.items()] + lines

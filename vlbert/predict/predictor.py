@@ -74,7 +74,7 @@ class Predictor:
         classes = detector.metadata.get("classes") or ["others"]
         if all(name.split()[-1] in _DRAWN for name in classes):
             warnings.warn(
-                f"the detector of {self.checkpoint.uri} knows drawn shapes only, such as a {classes[0]}", stacklevel=2
+                f"the detector of {self.checkpoint.uri} knows drawn shapes only, such as a {classes[0]}", stacklevel=3
             )
         return detector
 
@@ -174,7 +174,7 @@ def load_detector(config: dict, source: str, file: str | Path | None) -> FasterR
     kind = printable(metadata.get("backend"))
     reason = f"its regions came from {kind} boxes" if metadata else "it has no description of a detector"
     if file is None:
-        raise ValueError(f"{source} cannot find regions: {reason}; name a detector: --detector FILE")
+        raise ValueError(f"{source} cannot find regions: {reason}; name a detector: detector=FILE (--detector FILE)")
     warnings.warn(f"{source}: {reason}; the regions of {file} may be of another kind", stacklevel=2)
     return detector_of_file(file, keep_features=config["model"].get("regions", {}).get("features") == "precomputed")
 
