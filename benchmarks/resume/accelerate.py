@@ -1,4 +1,4 @@
-"""accelerate's skip_first_batches on a prepared loader of a map-style dataset."""
+"""accelerate: https://huggingface.co/docs/accelerate/usage_guides/checkpoint, skip_first_batches."""
 
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
@@ -7,10 +7,6 @@ from benchmarks.resume import machine
 
 
 class Loader(machine.Loader):
-    requires = ("accelerate==1.15.0",)
-    docs = "https://huggingface.co/docs/accelerate/usage_guides/checkpoint"
-    promises = {"nothing": "exact"}
-
     def __init__(self, folder, rank, world, workers, states):
         texts = [line for file in sorted(folder.glob("*.txt")) for line in file.read_text().split()]
         loader = DataLoader(texts, machine.BATCH // world, shuffle=True, num_workers=workers)  # ty: ignore
@@ -30,8 +26,6 @@ class Loader(machine.Loader):
     def save(self):
         return self.epoch, self.step
 
-    @classmethod
-    def write(cls, folder, shards):
-        folder.mkdir(exist_ok=True)
-        for shard in shards:
-            (folder / f"{shard:05d}.txt").write_text("\n".join(cls.texts(shard)))
+    @staticmethod
+    def write(folder, shard, texts):
+        (folder / f"{shard:05d}.txt").write_text("\n".join(texts))

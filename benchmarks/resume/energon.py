@@ -1,4 +1,4 @@
-"""Megatron-Energon's SavableDataLoader. Each rank saves and restores its own state."""
+"""Megatron-Energon: https://nvidia.github.io/Megatron-Energon/basic/save_restore.html, with a state for each rank."""
 
 import subprocess
 import sys
@@ -10,9 +10,7 @@ from benchmarks.resume import machine
 
 
 class Loader(machine.Loader):
-    requires = ("megatron-energon==7.4.1",)
-    docs = "https://nvidia.github.io/Megatron-Energon/basic/save_restore.html"
-    promises = {"nothing": "exact"}
+    shards, per_shard = 3, 24  # which all ranks and workers share
 
     def __init__(self, folder, rank, world, workers, states):
         shared = {"shuffle_buffer_size": 12, "max_samples_per_sequence": 12, "batch_size": machine.BATCH // world}
@@ -25,13 +23,11 @@ class Loader(machine.Loader):
     def save(self):
         return self.loader.save_state_rank()
 
-    @classmethod
-    def write(cls, folder, shards):
-        folder.mkdir(exist_ok=True)
-        for shard in shards:
-            with webdataset.TarWriter(f"{folder}/{shard:05d}.tar") as tar:
-                for text in cls.texts(shard):
-                    tar.write({"__key__": text, "txt": text})
+    @staticmethod
+    def write(folder, shard, texts):
+        with webdataset.TarWriter(f"{folder}/{shard:05d}.tar") as tar:
+            for text in texts:
+                tar.write({"__key__": text, "txt": text})
         command = [f"{sys.prefix}/bin/energon", "prepare", "--non-interactive", "--force-overwrite"]
         command += ["--sample-type", "TextSample", "--field-map", '{"text": "txt"}', "--split-ratio", "1,0,0"]
         subprocess.run([*command, str(folder)], check=True, capture_output=True)
