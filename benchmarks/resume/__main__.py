@@ -1,6 +1,6 @@
 """Check how exactly data loaders resume: this project's, and those of other libraries.
 
-    python -m benchmarks.resume [LOADER ...] [--histories 8] [--json FILE]
+    python -m benchmarks.resume [LOADER ...] [--histories 2] [--json FILE]
 
 hypothesis invents histories: steps on some ranks and workers, saves, kills, restores. Each is compared with a run that
 nobody stopped. docs/reproducibility.md has a table, and what each library promises.
@@ -50,7 +50,7 @@ def summarise(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     complete = [history for history in found if not history["refused"]]
     summary: dict[str, Any] = {"histories": len(found), "refused": len(found) - len(complete)}
     summary |= {name: sum(history[name] for history in complete) for name in ("exact", "lost", "repeated")}
-    restores = [restore for history in complete for restore in history["restores"]]
+    restores = [restore for history in complete for restore in history["starts"][1:]]
     for name in ("seconds", "reads", "bytes"):
         summary[name] = round(statistics.median(restore[name] for restore in restores), 2) if restores else None
     return summary | {"example": next((history for history in found if not history["exact"]), None)}
@@ -66,9 +66,11 @@ def measure(loader: str, count: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     command = make_parser("resume", __doc__)
     command.add_argument("loaders", nargs="*", metavar="LOADER", help=f"{', '.join(LOADERS)}; none: all")
-    command.add_argument("--histories", type=int, default=8, help="of each loader and change (%(default)s)")
+    command.add_argument("--histories", type=int, default=2, help="of each loader and change (%(default)s)")
     command.add_argument("--cache", type=Path, default=Path.home() / ".cache/resume", help="environments (%(default)s)")
     options, report = command.parse_args(arguments), {"machine": describe_machine(), "loaders": {}}
+    if unknown := {*options.loaders} - {*LOADERS}:
+        command.error(f"unknown loader {', '.join(unknown)}; choose from {', '.join(LOADERS)}")
     for loader in options.loaders or LOADERS:
         program = f"from benchmarks.resume.__main__ import measure; measure({loader!r}, {options.histories})"
         own = [make_environment(LOADERS[loader], options.cache), "-c", program]

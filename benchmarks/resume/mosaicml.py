@@ -9,9 +9,9 @@ from benchmarks.resume import machine
 class Loader(machine.Loader):
     def open(self, folder, rank, world, workers):
         clean_stale_shared_memory()  # of killed processes
-        sizes = {"batch_size": machine.BATCH // world, "num_canonical_nodes": 1}
-        data = StreamingDataset(local=str(folder), shuffle=True, **sizes)
-        return StreamingDataLoader(data, batch_size=machine.BATCH // world, num_workers=workers)
+        size = machine.BATCH // world
+        data = StreamingDataset(local=str(folder), shuffle=True, batch_size=size, num_canonical_nodes=1)
+        return StreamingDataLoader(data, batch_size=size, num_workers=workers)
 
     @staticmethod
     def write(folder, shard, texts):

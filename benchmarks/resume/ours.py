@@ -10,23 +10,23 @@ from vlbert.train import prepare
 
 
 class Loader(machine.Loader):
-    shards, per_shard = 3, 10  # an epoch ends in the middle of a step
+    shards, per_shard = 2, 10  # an epoch ends in the middle of a step
 
     def __init__(self, folder, rank, world, workers, states):
         data = DataConfig(str(folder), batch=12, gradient_accumulation=2, workers=workers, new_shards_every=1)
         model = ModelConfig("J", 8, 1, 8, geometry_channels=8, regions=RegionConfig(features="precomputed"))
-        self.run = prepare(Recipe(name="resume", task=PretrainingSettings(), model=model, data=data), start(), print)
-        self.batches = self.run.batches()
+        self.loader = prepare(Recipe(name="ours", task=PretrainingSettings(), model=model, data=data), start(), print)
+        self.batches = self.loader.batches()  # ty: ignore
 
     def take(self):
-        self.run.step, parts = self.run.step + 1, next(self.batches)  # a row becomes the sum of its ids; [PAD] is 0
+        self.loader.step, parts = self.loader.step + 1, next(self.batches)  # rows as sums of their ids; [PAD] is 0
         return [f"{key}:{ids}" for part in parts for key, ids in zip(part.keys, part.tokens.sum(1), strict=True)]
 
     def save(self):
-        if self.run.world.first:
-            self.run.save(self.run.step, {}, {})
-            self.run.writer.finish()
-        return self.run.data.datasets[0].spans
+        if self.loader.world.first:
+            self.loader.save(self.loader.step, {}, {})
+            self.loader.writer.finish()
+        return self.loader.data.datasets[0].spans
 
     @staticmethod
     def write(folder, shard, texts):
