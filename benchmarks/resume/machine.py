@@ -1,6 +1,7 @@
 """A state machine that starts, kills and restores a data loader, and compares it with a run that nobody stopped."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -42,11 +43,7 @@ class Loader:
         self.loader = self.open(folder, rank, world, workers)
         if states:  # what `save` returned on each rank of the world before
             self.loader.load_state_dict(states[rank % len(states)])
-        self.batches = self.epochs()
-
-    def epochs(self):
-        while True:
-            yield from self.loader
+        self.batches = itertools.chain.from_iterable(itertools.repeat(self.loader))  # of all epochs
 
     def take(self) -> list[str]:
         """Return this rank's samples of the next step."""

@@ -10,7 +10,7 @@ from vlbert.train import prepare
 
 
 class Loader(machine.Loader):
-    shards, per_shard = 2, 10  # an epoch ends in the middle of a step
+    shards, per_shard = 1, 13  # epochs end in the middle of steps
 
     def __init__(self, folder, rank, world, workers, states):
         data = DataConfig(str(folder), batch=12, gradient_accumulation=2, workers=workers, new_shards_every=1)
@@ -31,7 +31,7 @@ class Loader(machine.Loader):
     @staticmethod
     def write(folder, shard, texts):
         samples = [make_sample(int(text), 2048, (64, 48), 3) for text in texts]
-        commit_samples(str(folder), "captions", samples, 10 * shard, shard)
+        commit_samples(str(folder), "captions", samples, int(texts[0]), shard)
 
     @staticmethod
     def withdraw(folder, number):

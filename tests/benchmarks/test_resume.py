@@ -9,9 +9,9 @@ from benchmarks.resume.ours import Loader
 
 
 def test_with_new_shards_every_sample_comes_once_an_epoch():
-    steps = uninterrupted(Loader, 1, 0, ((1, "add", 2),), 8)  # of 12: the second one holds the end of an epoch
+    steps = uninterrupted(Loader, 1, 0, ((1, "add", 1),), 6)  # of 12: the second one holds the end of an epoch
     keys = [sample.partition(":")[0] for step in steps for sample in step]
-    old, first, second = keys[:20], keys[20:50], keys[50:80]
+    old, first, second = keys[:13], keys[13:39], keys[39:65]
     assert {*Counter(old).values()} == {*Counter(first).values()} == {*Counter(second).values()} == {1}
     assert {*old} < {*first} == {*second}
     assert first != second
