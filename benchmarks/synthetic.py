@@ -125,7 +125,7 @@ def make_sample(
         url=url,
         width=width,
         height=height,
-        sha256="0" * 64,
+        sha256=f"{number:064x}",
         regions=Regions(
             boxes=boxes.astype(np.float32),
             scores=np.sort(rng.random(count, np.float32))[::-1],

@@ -34,6 +34,8 @@ def test_workers_change_nothing_and_masks_differ_between_epochs(root):
     for workers in (0, 2):
         found = batches(training_data(root), range(1, 5), workers, CPU)
         assert [rows_in_order(parts[0]) for parts in found] == steps[1:]
+    accumulated = training_data(root, gradient_accumulation=2)
+    assert [sorted(sum(map(rows_in_order, accumulated[step]), [])) for step in range(5)] == [*map(sorted, steps)]
     first, later = dict(sum(steps[:3], [])), dict(sum(steps[3:], []))
     assert len([key for key in later if key in first and later[key][1] != first[key][1]]) > 5
 
