@@ -52,7 +52,8 @@ def test_the_gates_name_what_was_not_learned(map50: float, found: dict, named: l
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
-    settings = {"train_scenes": 2, "held_out_scenes": 1, "broken_rows": 0, "text_lines": 1}
+    settings = {"train_scenes": 2, "held_out_scenes": 1, "broken_rows": 0, "text_lines": 1, "task_train": 60}
+    settings |= {"task_val": 0, "task_test": 240}
     return draw_demo_data(tmp_path_factory.mktemp("tasks"), DemoDataSettings(**settings))
 
 

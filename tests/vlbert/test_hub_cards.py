@@ -36,7 +36,7 @@ SHOWN = "CC BY 4.0 12, not recorded 2, {} 2, own 3 1, own 4 1, others 2".format(
     ESCAPED.replace(" # ", r"\\n# ")  # a licence is printed on one line before it is escaped
 )
 EVALUATED = {
-    "inputs": {"checkpoints": ["pretrain/step-0000006"], "split": "testA", "recipe": "tiny"},
+    "inputs": {"checkpoints": ["pretrain-seed0/step-0000006"], "split": "testA", "recipe": "tiny"},
     "examples": {"all": 5, "predicted": 4},
     "data": {"dataset": "coco", "snapshot": "ab" * 8},
     "metrics": {"accuracy": 0.75, "accuracy/yes": 1.0, "unknown": None},
@@ -56,10 +56,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [Row(20 + i, f"{i:020x}", status) for i, status in enumerate(["http_404", "http_404", HOSTILE])]
     meta = {"source": {"list": "/home/someone/captions.tsv sha256:ab", "rows": [0, 23]}}
     assert commit_shard(Catalog(open_store(str(root)), "captions"), "images", "00000", samples, rows, meta)
-    train(apply(tiny_recipe(root, {"held_out": None, "held_out_share": 0.25}, run_name="pretrain"), "published"), ALONE)
-    other = EVALUATED | {"inputs": EVALUATED["inputs"] | {"checkpoints": ["pretrain/step-0000003"]}}
+    train(
+        apply(tiny_recipe(root, {"held_out": None, "held_out_share": 0.25}, run_name="pretrain-seed0"), "published"),
+        ALONE,
+    )
+    other = EVALUATED | {"inputs": EVALUATED["inputs"] | {"checkpoints": ["pretrain-seed0/step-0000003"]}}
     for name, summary in (("testA-step-0000006", EVALUATED), ("testA-step-0000003", other)):
-        open_store(str(root)).put(f"runs/pretrain/evaluations/{name}/metrics.json", as_json(summary))
+        open_store(str(root)).put(f"runs/pretrain-seed0/evaluations/{name}/metrics.json", as_json(summary))
     return root
 
 
@@ -73,10 +76,10 @@ def table(card: str, *heads: str) -> list[list[str]]:
 
 
 def test_a_model_card_has_the_numbers_of_its_run(root):
-    write_model_card(str(root / "runs/pretrain"))
-    card = (root / "runs/pretrain/step-0000006/README.md").read_text()
+    write_model_card(str(root / "runs/pretrain-seed0"))
+    card = (root / "runs/pretrain-seed0/step-0000006/README.md").read_text()
     expected = {"accuracy": "0.7500", "accuracy/yes": "1.0000", "unknown": "–"}
-    for name, value in read_metrics(open_store(str(root)), "pretrain", "validation")[-1].items():
+    for name, value in read_metrics(open_store(str(root)), "pretrain-seed0", "validation")[-1].items():
         expected |= {} if name in ("kind", "step") else {name: f"{value:.4f}"}
     assert dict(table(card, "metric")) == expected
     assert card.count("Evaluation on testA of coco (snapshot abababababababab): 4 of 5 examples.") == 1
@@ -96,7 +99,7 @@ def test_a_model_card_has_the_numbers_of_its_run(root):
 
 
 def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
-    copied = shutil.copytree(root / "runs/pretrain", tmp_path / "root/runs/fine")
+    copied = shutil.copytree(root / "runs/pretrain-seed0", tmp_path / "root/runs/fine")
     state = json.loads((copied / "step-0000006/state.json").read_text())
     del state["own_sha256"]
     start = {"checkpoint": "/elsewhere/converted", "model": None}
@@ -112,16 +115,19 @@ def test_the_runs_before_a_fine_tuning_are_in_its_card(root, tmp_path):
     strange = shutil.copytree(copied / "step-0000006", tmp_path / "strange")
     (strange / "state.json").unlink()
     config = (strange / "config.json").read_text()
-    (strange / "config.json").write_text(config.replace('"run_name": "pretrain"', r'"run_name": "a\u202eb"'))
+    (strange / "config.json").write_text(config.replace('"run_name": "pretrain-seed0"', r'"run_name": "a\u202eb"'))
     assert "\n# a\\\\u202eb\n" in (card := model_card(str(strange)))
     assert all(map(str.isprintable, card.splitlines()))
-    assert "Earlier runs" not in model_card(str(root / "runs/pretrain"))
+    assert "Earlier runs" not in model_card(str(root / "runs/pretrain-seed0"))
 
 
 def test_a_dataset_card_has_the_numbers_of_its_manifests_without_withdrawn_images(root, tmp_path):
     root = shutil.copytree(root, tmp_path / "root")
-    run = str(root / "runs/pretrain")
-    for folder, arguments in (("runs/pretrain/step-0000006", ["model", run]), ("captions", ["data", root, "captions"])):
+    run = str(root / "runs/pretrain-seed0")
+    for folder, arguments in (
+        ("runs/pretrain-seed0/step-0000006", ["model", run]),
+        ("captions", ["data", root, "captions"]),
+    ):
         (root / folder / "README.md").write_text("mine")
         with pytest.raises(SystemExit, match=f"{root / folder}/README.md was not written by this program"):
             main([*map(str, arguments)])

@@ -334,7 +334,7 @@ def test_the_code_of_the_documents_runs(models, tmp_path, monkeypatch, capsys):
     (tmp_path / "photo.jpg").write_bytes((models / "photo.jpg").read_bytes())
     monkeypatch.chdir(tmp_path)
     for (block,) in blocks:
-        code = textwrap.dedent(block).replace("demo-root/runs/pretrain", str(models / "runs/pretraining"))
+        code = textwrap.dedent(block).replace("demo-root/runs/pretrain-seed0", str(models / "runs/pretraining"))
         code = code.replace("demo-root/data/images/000800.jpg", "photo.jpg")  # which the demo draws
         exec(code.replace("demo/detector.safetensors", str(WEIGHTS)), {})
         assert re.search(r"^a (red )?\S+", capsys.readouterr().out)
