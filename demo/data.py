@@ -9,6 +9,7 @@ them once, so that they can only be known from the image. The same settings and 
 import dataclasses
 import json
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -256,9 +257,10 @@ def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT
                 "remove this one and everything made from it (make clean)"
             )
         return data
-    draw_captioned(data)
+    with ProcessPoolExecutor() as pool:
+        for drawn in [pool.submit(draw_tasks, data), pool.submit(draw_captioned, data)]:
+            drawn.result()
     write_text(data)
-    draw_tasks(data)
     description = {"version": DATA_VERSION, "settings": dataclasses.asdict(settings), "port": port}
     data.description.write_text(json.dumps(description, indent=2) + "\n")
     return data

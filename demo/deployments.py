@@ -10,18 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from demo.data import LABELS, ROWS_PER_SHARD, VISUAL_WORDS, DemoData
-from demo.labels import (
-    COLUMNS,
-    FINETUNING,
-    PLAN,
-    PRETRAINING_RUN,
-    SIZE,
-    WITH,
-    WITHOUT,
-    finetuning_changes,
-    folder_of,
-    run_name,
-)
+from demo.labels import PLAN, PRETRAINING_RUN, QUICK_PLAN, SIZE, WITH, WITHOUT, changes, folder_of, run_name
 from demo.task_files import ANSWERS
 from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.select import SelectionSettings
@@ -80,7 +69,7 @@ def flow_parameters(
 ) -> dict[str, Any]:
     """Return the parameters of the flow `pretrain-vlbert` as JSON values.
 
-    Its runs are those of the plan in demo/labels.py with pre-training and the most labels.
+    Its runs are two of the plan in demo/labels.py: pre-training, and RefCOCO+ with the most labels.
     """
     detector = make_detection_config(weights, keep_features=True)
     datasets = [Dataset(name, **source, detector=detector) for name, source in make_sources(data).items()]
@@ -92,42 +81,41 @@ def flow_parameters(
         vocabulary_size=500,
         vocabulary_captions=(str(data.train_tsv),),
         monitored_words=VISUAL_WORDS,
-        overrides=(f"--data.seed={seed}",),
+        overrides=(f"--data.seed={seed}", *changes("pretraining", WITH)),
         processes=Processes(processes),
     )
-    answers = f"--task.answers={count_answers(data)}"
-    finetunings = [
-        FinetuneSettings(
-            task=task,
-            recipe=shlex.join([f"finetune_{task}", *SIZE]),
-            run=run_name(column, WITH).format(seed=seed),
-            folder=str(data.root / folder_of(column)),
-            dataset="coco",
-            overrides=(f"--data.seed={seed}", *finetuning_changes(task, FINETUNING), *[answers] * (task == "vqa")),
-            processes=Processes(processes),
-        )
-        for column, (task, labels) in COLUMNS.items()
-        if labels == max(LABELS)
-    ]
+    column = f"refcoco_{max(LABELS)}"
+    finetuning = FinetuneSettings(
+        task="refcoco",
+        recipe=shlex.join(["finetune_refcoco", *SIZE]),
+        run=run_name(column, WITH).format(seed=seed),
+        folder=str(data.root / folder_of(column)),
+        dataset="coco",
+        overrides=(f"--data.seed={seed}", *changes("refcoco", WITH)),
+        processes=Processes(processes),
+    )
     return {
         "root": str(root),
         "work": str(root / "work"),
         "datasets": as_json(list[Dataset], datasets),
         "pretraining": as_json(PretrainSettings, pretraining),
-        "finetunings": as_json(list[FinetuneSettings], finetunings),
+        "finetunings": as_json(list[FinetuneSettings], [finetuning]),
     }
 
 
 def comparison_parameters(root: Path, data: DemoData, seeds: Sequence[int]) -> dict[str, Any]:
     """Return the parameters of the flow `compare` for that plan, after `pretrain-vlbert`, as JSON values.
 
-    All seeds have the text and the vocabulary of that flow, whose seed is the first one.
+    With one seed, the plan is the quick one. All seeds have the text and the vocabulary of that flow, whose seed is the
+    first one.
     """
     text = root / "work" / "text" / PRETRAINING_RUN.format(seed=seeds[0])
     fields = [f"pretraining:data.text_corpus={text}"]
     fields += [f"{scope}:vocabulary={text / 'vocab.txt'}" for scope in ("pretraining", WITHOUT)]
-    fields += [f"{column}:task.answers={count_answers(data)}" for column in COLUMNS if COLUMNS[column][0] == "vqa"]
-    settings = CompareSettings(plan=PLAN, seeds=tuple(seeds), fields=tuple(fields))
+    fields += [
+        f"vqa_{labels}:task.answers={count_answers(data)}" for labels in (LABELS if len(seeds) > 1 else LABELS[1:])
+    ]
+    settings = CompareSettings(plan=PLAN if len(seeds) > 1 else QUICK_PLAN, seeds=tuple(seeds), fields=tuple(fields))
     return {"root": str(root), "settings": as_json(CompareSettings, settings)}
 
 

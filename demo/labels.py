@@ -4,62 +4,70 @@ Models learn two tasks from few labels, with and without pre-training, in the sa
 chooses the checkpoint of each, which is then scored on a test split.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from demo.data import LABELS, VISUAL_WORDS
 from vlbert.comparison.plans import ComparedTask, Plan, Training, Variant
 
-PLAN = "demo.labels:label_curves"
+PLAN, QUICK_PLAN = "demo.labels:label_curves", "demo.labels:quick_label_curves"
 NAME = "labels"
 PRETRAINING_RUN = "pretrain-seed{seed}"
 WITH, WITHOUT = "with", "without"  # variants
-PRETRAINING, FINETUNING = 600, 120  # steps of the demo's recipes
+PRETRAINING, FINETUNING = 400, 120  # steps
 VALIDATIONS = 6  # of each fine-tuning
 SIZE = ("--size=demo", "--features=precomputed")  # arguments of all recipes
-TASKS: dict[Literal["refcoco", "vqa"], ComparedTask] = {
+TASKS = {
     "refcoco": ComparedTask("RefCOCO+", "testA", "accuracy_published", best=True),
     "vqa": ComparedTask("VQA", "eval2014", "accuracy", best=True),
 }
-COLUMNS = {f"{task}_{labels}": (task, labels) for task in TASKS for labels in LABELS}
 GROUNDING = "monitored_accuracy_grounding_gap"  # at colour and shape words
 
 
-def label_curves() -> Plan:
+def label_curves(numbers: Sequence[int] = LABELS) -> Plan:
     """Return the plan: a column for each task and number of labels, a row with and one without pre-training.
 
     Requires the fields pretraining:data.text_corpus, pretraining:vocabulary, without:vocabulary and task.answers.
     """
+    columns = {f"{task}_{labels}": (task, labels) for task in TASKS for labels in numbers}
     tasks = {
         column: replace(TASKS[task], title=f"{TASKS[task].title}, {labels:,} labels")
-        for column, (task, labels) in COLUMNS.items()
+        for column, (task, labels) in columns.items()
     }
 
-    def finetunings(variant: str, steps: int) -> dict[str, Training]:
+    def finetunings(variant: str) -> dict[str, Training]:
         return {
             column: Training(
                 f"finetune_{task}",
-                (*SIZE, *finetuning_changes(task, steps), f"--task.folder={{root}}/data/{folder_of(column)}"),
+                (*SIZE, *changes(task, variant), f"--task.folder={{root}}/data/{folder_of(column)}"),
                 run_name(column, variant),
             )
-            for column, (task, _) in COLUMNS.items()
+            for column, (task, _) in columns.items()
         }
 
-    pretraining = Training("pretrain_vlbert", (*SIZE, "--task.monitored_words", *VISUAL_WORDS), PRETRAINING_RUN)
+    pretrained = *SIZE, *changes("pretraining", WITH), "--task.monitored_words", *VISUAL_WORDS
+    pretraining = Training("pretrain_vlbert", pretrained, PRETRAINING_RUN)
     total = PRETRAINING + FINETUNING
     variants = {
-        WITH: Variant(
-            f"{PRETRAINING} steps of pre-training + {FINETUNING}", pretraining, finetunings(WITH, FINETUNING)
-        ),
-        WITHOUT: Variant(f"without pre-training, {total} steps", None, finetunings(WITHOUT, total)),
+        WITH: Variant(f"{PRETRAINING} steps of pre-training + {FINETUNING}", pretraining, finetunings(WITH)),
+        WITHOUT: Variant(f"without pre-training, {total} steps", None, finetunings(WITHOUT)),
     }
     return Plan(NAME, "How many labels does pre-training save?", variants, tasks, (0, 1, 2, 3, 4), (GROUNDING,))
 
 
-def finetuning_changes(task: str, steps: int) -> tuple[str, ...]:
-    """Return the changes to a task's recipe. VQA is also scored with another scene's image."""
-    every = steps // VALIDATIONS
-    shuffled = ("--task.validate_shuffled",) * (task == "vqa")
+def quick_label_curves() -> Plan:
+    """Return the plan with the two largest numbers of labels, for `make demo`."""
+    return label_curves(LABELS[1:])
+
+
+def changes(task: str, variant: str) -> tuple[str, ...]:
+    """Return the changes to the recipe of a task, or of "pretraining".
+
+    With pre-training, VQA is also scored with another scene's image.
+    """
+    steps = {"pretraining": PRETRAINING}.get(task, FINETUNING if variant == WITH else PRETRAINING + FINETUNING)
+    every = steps // (4 if task == "pretraining" else VALIDATIONS)
+    shuffled = ("--task.validate_shuffled",) * (task == "vqa" and variant == WITH)
     return f"--steps={steps}", f"--validate_every={every}", f"--save_every={every}", *shuffled
 
 
@@ -71,3 +79,9 @@ def folder_of(column: str) -> str:
 def run_name(column: str, variant: str) -> str:
     """Return the name of a fine-tuning run, with {seed} in it."""
     return f"{column}-{variant}-seed{{seed}}"
+
+
+def parse_column(column: str) -> tuple[str, int]:
+    """Return the task and the number of labels of a column."""
+    task, _, labels = column.partition("_")
+    return task, int(labels)

@@ -14,7 +14,7 @@ import torch
 
 from demo.data import LABELS, DemoData
 from demo.deployments import make_detector_settings
-from demo.labels import COLUMNS, TASKS, WITH, WITHOUT, run_name
+from demo.labels import TASKS, WITH, WITHOUT, run_name
 from demo.results import Column, Results, labels_saved
 from demo.scenes import COLOURS, SHAPES
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
@@ -163,20 +163,15 @@ def detections(regions: Regions) -> Regions:
 
 def draw_examples(store: ObjectStore, pipeline: "PipelineResult", task: str, seed: int) -> list[dict]:
     """Draw the first right and the first wrong answers of the model with pre-training and the most labels."""
-    run = run_name(most_labels(task), WITH).format(seed=seed)
+    run = run_name(f"{task}_{max(LABELS)}", WITH).format(seed=seed)
     rows = read_predictions(store, run)
     right, wrong = [row for row in rows if row["score"] >= 0.5], [row for row in rows if row["score"] < 0.5]
     chosen = right[:RIGHT_SHOWN] + wrong[:WRONG_SHOWN]
-    detector = {trained.run: trained.detector for trained in pipeline.finetuned}[run]
+    detector = pipeline.finetuned[0].detector
     keys = {row["key"] for row in chosen}
     stored = read_samples(Catalog(store, "coco"), f"regions/{detector}")
     samples = {sample.key: sample for sample in stored if sample.key in keys}
     return [{"row": row, "image": draw_answer(samples[row["key"]], row)} for row in chosen]
-
-
-def most_labels(task: str) -> str:
-    """Return the column of a task with the most labels."""
-    return max((column for column in COLUMNS if COLUMNS[column][0] == task), key=lambda column: COLUMNS[column][1])
 
 
 def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
@@ -237,7 +232,8 @@ def select_curves(store: ObjectStore, pretraining: str, seed: int) -> dict[str, 
     for task, compared in TASKS.items():
         panels[f"{compared.title}, {max(LABELS):,} labels: accuracy, split val"] = {
             name: select_values(
-                read_metrics(store, run_name(most_labels(task), start).format(seed=seed), "validation"), compared.metric
+                read_metrics(store, run_name(f"{task}_{max(LABELS)}", start).format(seed=seed), "validation"),
+                compared.metric,
             )
             for start, name in STARTS.items()
         }

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from demo.data import DemoData
-from demo.labels import COLUMNS, GROUNDING, NAME, TASKS, WITH, WITHOUT, folder_of, label_curves
+from demo.labels import GROUNDING, NAME, TASKS, WITH, WITHOUT, folder_of, parse_column
 from storage.manifests import parse_parquet
 from storage.object_store import ObjectStore, open_store
 from storage.safe_json import parse_json
 from training.log import last_metrics
 from vlbert.comparison.cells import Cell, cells_of
 from vlbert.comparison.intervals import interval
+from vlbert.comparison.plans import find_plan
 from vlbert.comparison.summary import read_scores
 from vlbert.datasets import vqa
 from vlbert.evaluation.results import PREDICTIONS
@@ -61,10 +62,11 @@ def read_results(root: Path, data: DemoData, comparison: Mapping[str, Any]) -> R
     settings, store = comparison["settings"], open_store(str(root), write=False)
     file = f"comparisons/{NAME}/numbers.json"
     numbers = parse_json(store.get(file), store.uri(file))
-    plan = replace(label_curves(), seeds=tuple(settings["seeds"]))
+    plan = replace(find_plan(settings["plan"]), seeds=tuple(settings["seeds"]))
     cells = [cell for cell in cells_of(plan, str(root), settings["fields"]) if cell.variant == WITH]
     columns = []
-    for column, (task, labels) in COLUMNS.items():
+    for column in plan.tasks:
+        task, labels = parse_column(column)
         found, ours = numbers["tasks"][column], [cell for cell in cells if cell.task == column]
         if found["problem"]:
             raise RuntimeError(f"{column}: {found['problem']}")

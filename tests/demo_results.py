@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from demo.labels import COLUMNS, TASKS, WITH, WITHOUT
+from demo.labels import TASKS, WITH, WITHOUT, label_curves, parse_column
 from demo.results import Column, Results
 
 GOOD = {"refcoco": (0.5, 0.3), "vqa": (0.6, 0.5)}
@@ -17,7 +17,8 @@ def results(
 ) -> Results:
     """scores: with and without pre-training by task or by column; leads: their lower ends over the blind."""
     columns = []
-    for column, (task, labels) in COLUMNS.items():
+    for column in label_curves().tasks:
+        task, labels = parse_column(column)
         means = dict(zip((WITH, WITHOUT), scores.get(column, scores.get(task, GOOD[task])), strict=True))
         found = {start: {"mean": mean, "low": None, "high": None} for start, mean in means.items()}
         pair = {"mean": means[WITH] - means[WITHOUT], "low": None, "high": None}

@@ -16,7 +16,7 @@ import demo.__main__ as demo
 import demo.compare as demo_compare
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from demo.deployments import SHIPPED_DETECTOR, comparison_parameters, flow_parameters
-from demo.labels import folder_of, label_curves
+from demo.labels import folder_of, quick_label_curves
 from demo.report import evaluate_detector
 from demo.results import blind_scores, labels_saved, lower_end
 from demo.sentences import _SIZE_WORDS
@@ -161,7 +161,7 @@ def test_the_pipeline_trains_runs_of_the_plan(tmp_path: Path):
     parameters, comparison = flow_parameters(tmp_path, demo_data, 3, 2), comparison_parameters(tmp_path, demo_data, [3])
     text = tmp_path / "work" / "text" / parameters["pretraining"]["run"]
     text.mkdir(parents=True)
-    plan = dataclasses.replace(label_curves(), seeds=(3,))
+    plan = dataclasses.replace(quick_label_curves(), seeds=(3,))
     cells = {cell.run: cell.recipe for cell in cells_of(plan, str(tmp_path), comparison["settings"]["fields"])}
     for training in (parameters["pretraining"], *parameters["finetunings"]):
         kind = PretrainSettings if training is parameters["pretraining"] else FinetuneSettings
