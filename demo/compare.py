@@ -66,5 +66,5 @@ def check_gates(summary: Mapping[str, Any]) -> list[str]:
         for name, found in task["means"].items():
             least = task["chance"] + LEAST_OVER_CHANCE[key]
             if found["low"] is None or found["low"] < least:
-                failed.append(f"{name}: {task['title']} is {found['mean']:.3f}, but may be under {least:.3f}")
+                failed.append(f"{name}: {task['title']} is {found['mean']:.3f}, its lower end under {least:.3f}")
     return [f"GATE FAILED: {line}" for line in failed]

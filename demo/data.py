@@ -257,7 +257,7 @@ def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT
                 "remove this one and everything made from it (make clean)"
             )
         return data
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(2) as pool:
         for drawn in [pool.submit(draw_tasks, data), pool.submit(draw_captioned, data)]:
             drawn.result()
     write_text(data)

@@ -32,7 +32,7 @@ SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # docs/detect
 def write_deployments(file: Path, parameters: dict, comparison: dict, data: DemoData) -> None:
     """Write the project's prefect.yaml to `file`, with `parameters` for `pretrain-vlbert` and schedules paused.
 
-    `comparison` are the parameters of `compare`.
+    `comparison`: parameters of `compare`.
     """
     project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
     root, work, pretraining = (parameters[name] for name in ("root", "work", "pretraining"))
@@ -110,8 +110,8 @@ def comparison_parameters(root: Path, data: DemoData, seeds: Sequence[int]) -> d
     first one.
     """
     text = root / "work" / "text" / PRETRAINING_RUN.format(seed=seeds[0])
-    fields = [f"pretraining:data.text_corpus={text}"]
-    fields += [f"{scope}:vocabulary={text / 'vocab.txt'}" for scope in ("pretraining", WITHOUT)]
+    fields = [f"pretraining:data.text_corpus={shlex.quote(str(text))}"]
+    fields += [f"{scope}:vocabulary={shlex.quote(str(text / 'vocab.txt'))}" for scope in ("pretraining", WITHOUT)]
     fields += [
         f"vqa_{labels}:task.answers={count_answers(data)}" for labels in (LABELS if len(seeds) > 1 else LABELS[1:])
     ]

@@ -183,7 +183,7 @@ def read_samples(catalog: Catalog, stage: str) -> Iterator[Sample]:
 
 
 def draw_label_curve(columns: Sequence[Column]) -> str:
-    """Draw a task's accuracy over the number of labels, as an SVG in a data: URI. The argument are its columns.
+    """Draw a task's accuracy over the number of labels, as an SVG in a data: URI. `columns` are those of the task.
 
     Bars are 95 % intervals over seeds and items. With one seed there are none.
     """

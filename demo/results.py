@@ -75,7 +75,7 @@ def read_results(root: Path, data: DemoData, comparison: Mapping[str, Any]) -> R
         baseline, baselines = np.full(scores.shape[1], found["chance"]), {}
         if task == "vqa":
             baseline = blind_scores(data.root / folder_of(column), read_rows(store, ours[0]))
-            other = [each.metrics["accuracy_shuffled"] or 0.0 for each in scored]
+            other = [float(each.metrics["accuracy_shuffled"] or math.nan) for each in scored]
             baselines = {"another image": sum(other) / len(other), "blind": float(baseline.mean())}
         baselines["chance"] = found["chance"]
         lead, title = lower_end(scores - baseline), TASKS[task].title
@@ -123,11 +123,13 @@ def gap_lower_end(store: ObjectStore, cell: Cell) -> float:
 def labels_saved(columns: Sequence[Column]) -> tuple[int, int] | None:
     """Return the numbers of labels a and b with the largest b / a, or None if none are saved. Give the same task's.
 
-    With pre-training, a labels reach at least the mean that b labels reach without.
+    With pre-training, a labels reach at least the mean that b labels reach without: with the lower end of the interval,
+    or with the mean if there is one seed.
     """
     pairs = [
         (one.labels, other.labels)
         for one, other in itertools.permutations(columns, 2)
-        if other.labels > one.labels and one.means[WITH]["mean"] >= other.means[WITHOUT]["mean"]
+        if other.labels > one.labels
+        and (one.means[WITH]["low"] or one.means[WITH]["mean"]) >= other.means[WITHOUT]["mean"]
     ]
     return max(pairs, key=lambda pair: pair[1] / pair[0], default=None)

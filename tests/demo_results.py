@@ -20,8 +20,12 @@ def results(
     for column in label_curves().tasks:
         task, labels = parse_column(column)
         means = dict(zip((WITH, WITHOUT), scores.get(column, scores.get(task, GOOD[task])), strict=True))
-        found = {start: {"mean": mean, "low": None, "high": None} for start, mean in means.items()}
-        pair = {"mean": means[WITH] - means[WITHOUT], "low": None, "high": None}
+        width = 0.02 if len(seeds) > 1 else None  # of half an interval
+
+        def ends(mean: float, width: float | None = width) -> dict[str, float | None]:
+            return {"mean": mean, "low": mean - width if width else None, "high": mean + width if width else None}
+
+        found, pair = {start: ends(mean) for start, mean in means.items()}, ends(means[WITH] - means[WITHOUT])
         baselines = {"another image": 0.35, "blind": 0.32, "chance": 0.13} if task == "vqa" else {"chance": 0.24}
         lead = (leads or {}).get(task, 0.2)
         columns.append(Column(task, labels, TASKS[task].title, 500, found, pair, baselines, lead))

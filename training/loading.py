@@ -81,7 +81,8 @@ class _ErrorsAsItems(Dataset):
         except EXPECTED as error:
             return error
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            if get_worker_info():
+                faulthandler.cancel_dump_traceback_later()
 
 
 def _start_worker(worker: int) -> None:

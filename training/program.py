@@ -147,7 +147,7 @@ def run_in_world(name: str, function: Callable[[World], Any]) -> None:
     except Exception as error:
         if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):  # torch's words
             hint = "if it hung, its stack is above; if it was killed, memory may be short"
-            _end(world, 1, name, f"a loading process ended; {hint}. The next start resumes ({error})")
+            _end(world, 1, name, f"a loading process ended; {hint} ({error}). Start again; a training resumes")
         fault = distributed.peer_failure(error)
         if fault is None:
             raise

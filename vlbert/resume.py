@@ -231,8 +231,8 @@ def _open_held_out(
             opened.append(open_samples(store, name, config.detector, pinned, world))
         except ValueError as error:
             raise ValueError(
-                f"{error}; the dataset is named by data.held_out={','.join(names)}: restore its files, make "
-                "it (docs/tasks.md, Held-out data), or start a run without validation: --data.held_out=None"
+                f"{error}; the run validates on {', '.join(names)}: restore its files, make it (docs/tasks.md, "
+                "Held-out data), or start a run without validation: --data.held_out=None --data.held_out_share=0"
             ) from error
     return opened
 
@@ -262,7 +262,7 @@ def _report_run(
     for name, (_, examples) in data.held_out.items():
         report(f"{recipe.run}: validates on {len(examples)} examples of {name}")
     if not data.held_out:
-        report("no validation: data.held_out names no dataset, and data.held_out_share no example")
+        report("no validation: data.held_out and data.held_out_share give no example")
     for dataset in data.datasets:
         for line in dataset.examples.skipped:
             report(f"skipped: {line}")

@@ -146,7 +146,7 @@ def test_the_commands_of_the_page_train_on_labels_of_image_and_text(
     }
     ran = run_commands("your-own-labels.md", tmp_path, monkeypatch, replaced)
     assert ran[-2:] == ["vlbert.predict.command", "vlbert.evaluation.whence"]
-    (place,) = (tmp_path / "my-root/runs/labels/evaluations").iterdir()
+    (place,) = (tmp_path / "my-root/runs/my-labels/evaluations").iterdir()
     summary = json.loads((place / "metrics.json").read_text())
     metrics = summary["metrics"]
     assert summary["examples"] == {"all": 20, "predicted": 20, "unreadable": 0, "skipped": 0, "invalid": 0}
@@ -154,9 +154,9 @@ def test_the_commands_of_the_page_train_on_labels_of_image_and_text(
     assert metrics[f"{metric}_grounding_gap"] >= 0.1, "only the image shows colour and shape"
     printed = capsys.readouterr().out
     assert "look what I made" in printed
-    assert "labels: pairs, shard 00000, " in printed
+    assert "my-labels: pairs, shard 00000, " in printed
     assert list(tmp_path.glob("*-answer.png"))
-    main(["replay", "my-root/runs/labels", "1", "--out", "step.html"])
+    main(["replay", "my-root/runs/my-labels", "1", "--out", "step.html"])
     assert Path("step.html").is_file()
     main(["withdraw", "my-root", "0002.jpg"])
-    assert "labels" in capsys.readouterr().out
+    assert "my-labels" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
@@ -103,6 +104,8 @@ def cells_of(plan: Plan, root: str, fields: Sequence[str]) -> list[Cell]:
             for name, variant in plan.variants.items()
             if (training := variant.finetunings.get(task))
         ]
+    if twice := [run for run, count in Counter(cell.run for cell in cells).items() if count > 1]:
+        raise ValueError(f"plan {plan.name}: several runs are called {twice[0]}; put {{seed}} into Training.run")
     return cells
 
 

@@ -101,6 +101,7 @@ def run_cells(cells: Sequence[Cell], root: str, jobs: int, report: Callable[[str
         finally:
             for process, *_ in running.values():  # after an error
                 process.terminate()
+                process.join()
     return None if stop.requested else failed
 
 

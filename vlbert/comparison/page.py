@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlbert.comparison.intervals import LEVEL
 from vlbert.evaluation.results_page import render
 
 
 def page(summary: Mapping[str, Any]) -> bytes:
     """Return the comparison's HTML page. `summary` is the content of numbers.json."""
     pairs = [pair for task in summary["tasks"].values() for pair in task["pairs"] if pair["p"] is not None]
-    values = {"summary": summary, "pairs": len(pairs), "by_chance": round(LEVEL * len(pairs))}
+    values = {"summary": summary, "pairs": len(pairs)}
     template = Path(__file__).parent / "comparison.html.j2"
     return render(template, values, percent=percent, points=points, whole="{:,}".format).encode()
 

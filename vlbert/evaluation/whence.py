@@ -122,6 +122,8 @@ class TrainedRun:
         """
         share, snapshot = self.record["held_out_share"], self.store_of(data, span.snapshot)
         if self.record["task"] == PretrainingSettings.__name__:
+            if not share:
+                return np.arange(span.examples)
             every = Examples(np.arange(read_snapshot(*snapshot)[0].ok_rows))
             return np.asarray(split_by_key(every, *snapshot, share, held_out=False).samples)
         kind = settings_named(self.record["task"])

@@ -134,7 +134,7 @@ def finetune_vcr(model: Model, features: Features, name: str) -> Recipe:
         task, config = replace(task, names="class"), replace(config, mentioned_regions=True)
     if model == "vilbert":
         task = replace(task, copies_segment=False)
-    return _finetune(config, task, name, steps=240)  # accuracy is that of chance for the first 40 to 80
+    return _finetune(config, task, name, steps=240)  # accuracy is that of chance for the first 40 to 80 steps
 
 
 def finetune_retrieval(model: Model, features: Features, name: str) -> Recipe:
