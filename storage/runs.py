@@ -18,7 +18,7 @@ from storage.digests import BLANK, OWN_SHA256, check_version, has_valid_digest, 
 from storage.object_store import ObjectMissing, ObjectStore
 from storage.safe_json import parse_json, short_repr
 
-CHECKPOINT_VERSION = 9  # version of the files of all checkpoints and of a model's config.json
+CHECKPOINT_VERSION = 8  # version of the files of all checkpoints and of a model's config.json
 CONFIG, STATE = "config.json", "state.json"
 _STEP = re.compile(r"(runs/.+)/step-(\d{7})")
 

@@ -13,9 +13,7 @@ class RunSettings:
     run_name: str = ""  # name of the run, whose folder is ROOT/runs/<run>; empty: the recipe's name
     steps: int = 250_000  # total number of optimizer steps
     random_init: bool = False  # start from random weights; a run without any weights is refused unless this is true
-    spike: float | None = (
-        6.0  # skip a step whose log gradient norm is this many deviations above the mean; None: never
-    )
+    spike: float | None = 6.0  # skip a step whose log gradient norm is this many deviations above the mean; None: never
     most_skipped: int = 10  # abort after this many consecutive skipped steps
     log_every: int = 20  # steps between progress lines
     # receivers of each line of metrics.jsonl: tensorboard, or your own MODULE:FUNCTION (docs/trackers.md); empty: none

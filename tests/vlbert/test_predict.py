@@ -335,7 +335,7 @@ def test_the_code_of_the_documents_runs(models, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for (block,) in blocks:
         code = textwrap.dedent(block).replace("demo-root/runs/pretrain-seed0", str(models / "runs/pretraining"))
-        code = code.replace("demo-root/data/images/000800.jpg", "photo.jpg")  # which the demo draws
+        code = code.replace("demo-root/data/images/000823.jpg", "photo.jpg")  # which the demo draws
         exec(code.replace("demo/detector.safetensors", str(WEIGHTS)), {})
         assert re.search(r"^a (red )?\S+", capsys.readouterr().out)
     assert (tmp_path / "answer.png").is_file()

@@ -121,12 +121,12 @@ def test_a_resumed_run_refuses_other_settings(root, six_steps, tmp_path):
             train(dataclasses.replace(recipe, **changes), ALONE)
     folder = next((root / "held-out" / "regions").glob("*/snapshots"))
     folder.rename(root / "elsewhere")
-    with pytest.raises(ValueError, match="is missing; .*data.held_out=held-out: restore its files"):
+    with pytest.raises(ValueError, match="is missing; .*the run validates on held-out: restore its files"):
         train(recipe, ALONE)
     (root / "elsewhere").rename(folder)
     cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)
     assert train(dataclasses.replace(recipe, steps=6, data=cached), ALONE), "a cache decides no sample"
-    with pytest.raises(ValueError, match=r"nothing/regions has no region shards.*data\.held_out=nothing: "):
+    with pytest.raises(ValueError, match=r"nothing/regions has no region shards.*the run validates on nothing: "):
         run(root, "no-held-out", data={"held_out": ("nothing",)})
 
 
