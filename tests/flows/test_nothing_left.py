@@ -29,7 +29,7 @@ ALARM = 90.0  # seconds after which every run must have ended for the server, to
 # A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
 SLOW = {"preset": "vg_resnet50", "random_init": True, "network": {"short_side": 320, "post_nms": 20}}
 STEPS = ["--steps=100000", "--save_every=10", "--log_every=5", "--validate_every=100000"]
-STEPS += ["--data.batch=4", "--data.text_batch=2"]
+STEPS += ["--data.batch=8", "--data.text_batch=2"]
 TABLE = [("kill -9 of the flow", "detection")]
 TABLE += [(event, "training") for event in ("cancel", "SIGTERM to the flow", "kill -9 of the flow")]
 
