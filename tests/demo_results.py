@@ -1,4 +1,4 @@
-"""What a run of the demo came to, without running it."""
+"""Results of a run of the demo, without running it."""
 
 from collections.abc import Mapping, Sequence
 

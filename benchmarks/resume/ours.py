@@ -36,6 +36,5 @@ class Loader(machine.Loader):
 
     @staticmethod
     def withdraw(folder, number):
-        sample = make_sample(number, 2048, (64, 48), 3)
-        withdraw_images(str(folder), (sample.url,))
+        withdraw_images(str(folder), ((sample := make_sample(number, 2048, (64, 48), 3)).url,))
         return sample.key

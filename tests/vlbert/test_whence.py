@@ -120,7 +120,7 @@ def read_log(root: Path, run: str, name: str) -> list[dict]:
 
 @pytest.mark.parametrize("share", [0.3, 1e-6])
 def test_a_share_by_key_is_validated_on_and_never_trained_on_and_exactly_so_in_a_resumed_run(tmp_path, capsys, share):
-    """Of two weighted datasets, one of which grows in the meantime."""
+    """Checks two weighted datasets, one of which grows in the meantime."""
     root = tiny_root(tmp_path, samples=13, held_out=1)
     more = [tiny_sample(200 + i, regions=1 + i % 3) for i in range(9)]
     commit_samples(root, "more", more)
