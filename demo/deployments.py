@@ -10,7 +10,17 @@ import yaml
 from pydantic import TypeAdapter
 
 from demo.data import LABELS, ROWS_PER_SHARD, VISUAL_WORDS, DemoData
-from demo.labels import PLAN, PRETRAINING_RUN, QUICK_PLAN, SIZE, WITH, WITHOUT, changes, folder_of, run_name
+from demo.labels import (
+    PRETRAINING_RUN,
+    SIZE,
+    WITH,
+    WITHOUT,
+    changes,
+    folder_of,
+    label_curves,
+    quick_label_curves,
+    run_name,
+)
 from demo.task_files import ANSWERS
 from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.select import SelectionSettings
@@ -89,7 +99,7 @@ def flow_parameters(
         task="refcoco",
         recipe=shlex.join(["finetune_refcoco", *SIZE]),
         run=run_name(column, WITH).format(seed=seed),
-        folder=str(data.root / folder_of(column)),
+        folder=str((data.root / folder_of(column)).absolute()),  # as the comparison names it
         dataset="coco",
         overrides=(f"--data.seed={seed}", *changes("refcoco", WITH)),
         processes=Processes(processes),
@@ -112,10 +122,9 @@ def comparison_parameters(root: Path, data: DemoData, seeds: Sequence[int]) -> d
     text = root / "work" / "text" / PRETRAINING_RUN.format(seed=seeds[0])
     fields = [f"pretraining:data.text_corpus={shlex.quote(str(text))}"]
     fields += [f"{scope}:vocabulary={shlex.quote(str(text / 'vocab.txt'))}" for scope in ("pretraining", WITHOUT)]
-    fields += [
-        f"vqa_{labels}:task.answers={count_answers(data)}" for labels in (LABELS if len(seeds) > 1 else LABELS[1:])
-    ]
-    settings = CompareSettings(plan=PLAN if len(seeds) > 1 else QUICK_PLAN, seeds=tuple(seeds), fields=tuple(fields))
+    plan = label_curves if len(seeds) > 1 else quick_label_curves
+    fields += [f"{column}:task.answers={count_answers(data)}" for column in plan().tasks if column.startswith("vqa")]
+    settings = CompareSettings(plan=f"demo.labels:{plan.__name__}", seeds=tuple(seeds), fields=tuple(fields))
     return {"root": str(root), "settings": as_json(CompareSettings, settings)}
 
 

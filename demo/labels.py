@@ -10,7 +10,6 @@ from dataclasses import replace
 from demo.data import LABELS, VISUAL_WORDS
 from vlbert.comparison.plans import ComparedTask, Plan, Training, Variant
 
-PLAN, QUICK_PLAN = "demo.labels:label_curves", "demo.labels:quick_label_curves"
 NAME = "labels"
 PRETRAINING_RUN = "pretrain-seed{seed}"
 WITH, WITHOUT = "with", "without"  # variants
