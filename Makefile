@@ -15,7 +15,7 @@ export DO_NOT_TRACK := 1
 
 .PHONY: demo demo-full compare ui serve test test-all lint format docs clean install help
 
-demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on them: 4 to 6 minutes on 2 cores
+demo: $(VENV)/installed  ## draw and serve images, and run the whole pipeline on them: 4 to 7 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
